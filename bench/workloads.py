@@ -1,0 +1,84 @@
+"""What the benches run: prompts of a given length, and the shapes of requests.
+
+Owns texts and lengths only. Invariant: the same arguments give the same requests.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+PROMPTS = (
+    "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+    "Explain how a bicycle stays upright while it is moving, in simple words.",
+    "A farmer has 17 sheep and buys 5 more each month. How many sheep after a year? Think step by step.",
+    "Describe the water cycle to a child who loves drawing clouds.",
+    "Give three reasons why people learn to play a musical instrument.",
+    "What is the capital of France, and what is it known for?",
+    "Write a polite letter that asks a neighbour to keep the noise down at night.",
+    "List the steps to bake a loaf of bread, with a reason for each step.",
+)
+
+# The long tail: (number of sequences, tokens each). 32 sequences are 8 prompts x 4 samples.
+LONG_TAIL = ((16, 32), (8, 64), (4, 128), (3, 256), (1, 768))
+
+
+class TextEncoder(Protocol):
+    """What a workload needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sequence to generate: its prompt, exactly how many tokens, and the seed of its sampler."""
+
+    prompt_ids: tuple[int, ...]
+    num_tokens: int
+    seed: int
+
+
+def prompt_ids(tokenizer: TextEncoder, index: int, length: int) -> tuple[int, ...]:
+    """``length`` token ids of English text; different indices start at different sentences."""
+    ids: list[int] = []
+    turn = index
+    while len(ids) < length:
+        ids += tokenizer.encode(f"{PROMPTS[turn % len(PROMPTS)]} ({index}, {turn}) ")
+        turn += 1
+    return tuple(ids[:length])
+
+
+def uniform_jobs(
+    tokenizer: TextEncoder, *, num_seqs: int, prompt_len: int, num_tokens: int
+) -> list[Job]:
+    """``num_seqs`` different prompts of one length, all generating the same number of tokens."""
+    return [
+        Job(prompt_ids(tokenizer, i, prompt_len), num_tokens, seed=i) for i in range(num_seqs)
+    ]
+
+
+def lean_engine_jobs(tokenizer: TextEncoder, *, num_seqs: int, scale: float) -> list[Job]:
+    """The shape that lean engines are compared on: 256 sequences of 100 to 1024 tokens in and out, scaled down."""
+    rng = random.Random(0)
+    low, high = max(1, round(100 * scale)), max(2, round(1024 * scale))
+    return [
+        Job(prompt_ids(tokenizer, i, rng.randint(low, high)), rng.randint(low, high), seed=i)
+        for i in range(num_seqs)
+    ]
+
+
+def long_tail_jobs(tokenizer: TextEncoder, scale: float = 1.0) -> list[Job]:
+    """32 sequences, 8 prompts x 4, of which one generates 24 times as much as half of the others.
+
+    Prompts are dealt in turn, so that every length class but the longest mixes prompts. ``scale`` shortens all lengths.
+    """
+    lengths = [num for count, num in LONG_TAIL for _ in range(count)]
+    return [
+        Job(
+            tuple(tokenizer.encode(PROMPTS[i % len(PROMPTS)])),
+            max(1, round(num * scale)),
+            seed=1000 + i,
+        )
+        for i, num in enumerate(lengths)
+    ]

@@ -1,0 +1,262 @@
+"""The engine: requests in, one step at a time, groups of samples out.
+
+Owns the scheduler, the runner, the sampler and the visible state of every live request. Single-threaded: whoever
+calls ``step`` owns it; ``LLM`` and ``AsyncEngine`` see to that. Knows nothing of prompts as text, of progress bars or
+event loops. Invariant: a step either happens whole or leaves every request as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.metrics import EngineCounters
+from engine.output_text import OutputText
+from engine.prompts import TokenPrompt
+from engine.request import FinishReason, Request
+from engine.request_group import RequestGroup, Sample
+from engine.runner import ModelRunner
+from engine.sampler import RowError, Sampled, Sampler, SampleRow
+from engine.sampling_params import SamplingParams
+from engine.scheduler import ScheduledStep, Scheduler
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which rows of a step have their logits read: first those that draw a token, then prompt positions."""
+
+    sample_rows: list[SampleRow]
+    logit_rows: list[int]
+    prompt_parts: list[tuple[Request, int, int]]  # request, first position, number of rows
+
+
+class Engine:
+    """Runs requests to their end.
+
+    Args:
+        scheduler, runner, sampler: the parts, made for one model.
+        tokenizer: None for a model without one; then outputs have no text.
+        eos_token_ids: end-of-sequence ids of the model.
+        max_model_len: longest sequence in tokens.
+        seed: seeds requests that bring none.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        seed: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+        self.counters = EngineCounters()
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._samples: dict[str, Sample] = {}
+        self._num_requests = 0
+
+    def add(self, request_id: str, prompt: TokenPrompt, params: SamplingParams) -> RequestGroup:
+        """Queue the n samples of a prompt; all of them or, on ValueError, none.
+
+        Raises:
+            ValueError: the id is taken, the request can never fit, or a parameter needs what the model lacks.
+        """
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            raise ValueError("stop and bad_words are text, but the model has no tokenizer")
+        group = RequestGroup(request_id, prompt.text, prompt.token_ids, time.monotonic())
+        base = self._next_seed() if params.seed is None else params.seed
+        bad_words = self._encode_bad_words(params.bad_words)
+        try:
+            for index in range(params.n):
+                self._add_sample(group, params, (base + index) % 2**63, bad_words)
+        except ValueError:
+            self.abort(group)
+            raise
+        self._num_requests += 1
+        self.counters.num_prompt_tokens += len(prompt.token_ids)
+        return group
+
+    def abort(self, group: RequestGroup, reason: FinishReason = "abort") -> None:
+        """End every unfinished sample of a group; its pages are free at once, between two steps."""
+        for sample in group.samples:
+            if sample.finished_time is None:
+                self.scheduler.finish(sample.request, reason)
+                self._retire(sample)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def step(self) -> list[RequestGroup]:
+        """One forward of the target; the groups that gained tokens or ended."""
+        start = time.perf_counter()
+        step = self.scheduler.schedule()
+        if not step.rows:
+            return []
+        try:
+            plan = self._plan(step)
+            sampled, prompt_rows = self._run(step, plan)
+        except RowError as error:
+            self.scheduler.fail(step)
+            return self._end_with_error(error)
+        except BaseException:
+            self.scheduler.fail(step)
+            raise
+        self._keep_prompt_logprobs(prompt_rows)
+        groups = self._commit(step, plan, sampled)
+        self._count(step, plan, time.perf_counter() - start)
+        return groups
+
+    def _plan(self, step: ScheduledStep) -> _Plan:
+        sample_rows: list[SampleRow] = []
+        sampled_at: list[int] = []
+        prompt_at: list[int] = []
+        parts: list[tuple[Request, int, int]] = []
+        row = 0
+        for rows in step.rows:
+            request = rows.request
+            if request.params.prompt_logprobs is not None and rows.start < request.prompt_len - 1:
+                count = min(rows.end, request.prompt_len - 1) - rows.start
+                prompt_at += range(row, row + count)
+                parts.append((request, rows.start, count))
+            row += rows.num_tokens
+            if rows.samples:
+                sampled_at.append(row - 1)
+                sample_rows.append(SampleRow(request, rows.end))
+        return _Plan(sample_rows, sampled_at + prompt_at, parts)
+
+    def _run(
+        self, step: ScheduledStep, plan: _Plan
+    ) -> tuple[list[Sampled], list[tuple[Request, int, list]]]:
+        start = time.perf_counter()
+        logits = self.runner.forward(step.rows, plan.logit_rows).logits
+        forwarded = time.perf_counter()
+        at = len(plan.sample_rows)
+        prompt_rows = []
+        for request, first, count in plan.prompt_parts:
+            next_ids = request.prompt_token_ids[first + 1 : first + 1 + count]
+            k = request.params.prompt_logprobs or 0
+            found = self.sampler.prompt_logprobs(logits[at : at + count], next_ids, k)
+            prompt_rows.append((request, first, found))
+            at += count
+        num_samples = len(plan.sample_rows)
+        sampled = self.sampler.sample(logits[:num_samples], plan.sample_rows) if num_samples else []
+        self.counters.forward_time_s += forwarded - start
+        self.counters.sample_time_s += time.perf_counter() - forwarded
+        return sampled, prompt_rows
+
+    def _commit(
+        self, step: ScheduledStep, plan: _Plan, sampled: Sequence[Sampled]
+    ) -> list[RequestGroup]:
+        drawn = {
+            row.request.request_id: token
+            for row, token in zip(plan.sample_rows, sampled, strict=True)
+        }
+        outcome = self.scheduler.commit(step, {i: (t.token_id,) for i, t in drawn.items()})
+        now = time.monotonic()
+        touched: dict[str, RequestGroup] = {}
+        for committed in outcome:
+            request = committed.request
+            sample = self._samples[request.request_id]
+            touched[sample.group.request_id] = sample.group
+            self._show(sample, committed.token_ids, drawn[request.request_id], now)
+            if request.is_finished:
+                self._retire(sample)
+        return list(touched.values())
+
+    def _show(self, sample: Sample, token_ids: list[int], drawn: Sampled, now: float) -> None:
+        """Make tokens visible, up to the one that completes a stop string."""
+        request = sample.request
+        shown = request.num_output_tokens - len(token_ids)
+        for token_id in token_ids:
+            shown += 1
+            may_stop = shown > request.params.min_tokens
+            stop = sample.add_token(token_id, drawn.logprobs, now, may_stop=may_stop)
+            self.counters.num_generated_tokens += 1
+            if stop is not None:
+                self.scheduler.finish(request, "stop", stop, num_output_tokens=shown)
+                return
+
+    def _retire(self, sample: Sample) -> None:
+        sample.finish(time.monotonic())
+        self.counters.num_finished_requests += 1
+        self.counters.num_cached_prompt_tokens += sample.request.num_cached_tokens
+        self.counters.num_preemptions += sample.request.num_preemptions
+        self.sampler.forget(sample.request.request_id)
+        del self._samples[sample.request.request_id]
+
+    def _end_with_error(self, error: RowError) -> list[RequestGroup]:
+        """A request that cannot be sampled ends alone; the step is run again without it."""
+        sample = self._samples[error.request_id]
+        logger.error("request %s: %s", error.request_id, error)
+        self.scheduler.finish(sample.request, "error", str(error))
+        self._retire(sample)
+        return [sample.group]
+
+    def _keep_prompt_logprobs(self, prompt_rows: Sequence[tuple[Request, int, list]]) -> None:
+        for request, first, found in prompt_rows:
+            group = self._samples[request.request_id].group
+            if group.prompt_logprobs is None:
+                group.prompt_logprobs = [None] * request.prompt_len
+            group.prompt_logprobs[first + 1 : first + 1 + len(found)] = found
+
+    def _count(self, step: ScheduledStep, plan: _Plan, seconds: float) -> None:
+        counters = self.counters
+        counters.num_target_steps += 1
+        counters.num_target_rows += step.num_tokens
+        counters.num_sampled_positions += len(plan.sample_rows)
+        counters.step_time_s += seconds
+
+    def _add_sample(
+        self, group: RequestGroup, params: SamplingParams, seed: int, bad_words: list[list[int]]
+    ) -> None:
+        index = len(group.samples)
+        request = Request(
+            f"{group.request_id}-{index}" if params.n > 1 else group.request_id,
+            group.prompt_token_ids,
+            params,
+            seed=seed,
+            max_total_len=self._max_model_len,
+            eos_token_ids=self._eos_token_ids,
+            arrival=self._num_requests,
+            group_id=group.request_id,
+            sample_index=index,
+        )
+        self.scheduler.add(request)
+        text = None if self.tokenizer is None else OutputText(self.tokenizer, params)
+        logprobs = None if params.logprobs is None else []
+        sample = Sample(request, group, text, logprobs)
+        group.samples.append(sample)
+        self._samples[request.request_id] = sample
+        self.sampler.admit(request, bad_words)
+
+    def _encode_bad_words(self, bad_words: Sequence[str]) -> list[list[int]]:
+        """Token sequences of each word, at the start of a text and after a space, as vLLM does."""
+        if self.tokenizer is None:
+            return []
+        found: list[list[int]] = []
+        for word in bad_words:
+            for text in (word, " " + word.lstrip()):
+                token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if token_ids and token_ids not in found:
+                    found.append(token_ids)
+        return found
+
+    def _next_seed(self) -> int:
+        """Seeds of requests that bring none: the engine's seed and the request's number decide."""
+        mixed = (self._seed * 0x9E3779B97F4A7C15 + self._num_requests * 0xBF58476D1CE4E5B9) % 2**64
+        mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64
+        return (mixed ^ (mixed >> 29)) >> 1

@@ -1,0 +1,193 @@
+"""The offline API: prompts in, finished samples out, in the shapes that vLLM users know.
+
+Owns the loop that drives the engine and the progress bar. Knows nothing of schedules or tensors. One ``generate``
+runs at a time; calls from other threads wait for their turn. Invariant: when ``generate`` returns or raises, no
+request of its own is left in the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.assembly import build_engine
+from engine.config import EngineConfig
+from engine.outputs import RequestOutput
+from engine.prompts import Prompt, PromptReader, TokenPrompt, one_per_prompt
+from engine.request_group import RequestGroup
+from engine.sampling_params import SamplingParams
+
+_BAR_FROM = 16
+"""A progress bar is shown by itself from this many samples on."""
+
+
+class LLM:
+    """A model and its engine.
+
+    Args:
+        model: ``"smollm2"``, an HF directory or a GGUF file.
+        dtype: of weights and KV cache: "auto" (the checkpoint's), "float32" or "bfloat16".
+        device: "auto" or "cpu".
+        seed: seeds requests that bring none: the same calls in the same order give the same tokens.
+        max_model_len: longest sequence in tokens; None is the model's.
+        kv_cache_bytes: memory of the KV cache; None derives it from what is free.
+        max_num_seqs: most samples running at once.
+        enable_prefix_caching: keep and reuse the pages of prompts.
+        num_threads: threads of the CPU kernels; None is one for each usable core.
+        speculative_config: None. Speculation is not in this version; asking for it raises.
+        **kwargs: the other fields of ``EngineConfig``.
+
+    Raises:
+        ValueError: names the argument, what came, and the fix.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        seed: int = 0,
+        max_model_len: int | None = None,
+        kv_cache_bytes: int | None = None,
+        max_num_seqs: int = 256,
+        enable_prefix_caching: bool = True,
+        num_threads: int | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if speculative_config is not None:
+            raise ValueError(
+                f"speculative_config must be None, got {speculative_config!r}: this version does not speculate yet"
+            )
+        config = EngineConfig.from_kwargs(
+            model=model,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            max_model_len=max_model_len,
+            kv_cache_bytes=kv_cache_bytes,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            num_threads=num_threads,
+            **kwargs,
+        )
+        self.config, self.engine = build_engine(config)
+        self._reader = PromptReader(
+            self.engine.tokenizer,
+            vocab_size=self.config.model.vocab_size,
+            max_model_len=self.config.max_model_len,
+        )
+        self._turn = threading.Lock()
+        self._num_calls = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end; results in the order of the prompts.
+
+        Args:
+            prompts: text, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``, or a list of a mix.
+            sampling_params: one for all, or one for each; None is the defaults.
+            use_tqdm: progress bar; None shows one from 16 samples on.
+
+        Raises:
+            ValueError: a prompt or parameter is bad; nothing has been run then.
+        """
+        tokens = self._reader.read_all(prompts)
+        return self._run(tokens, one_per_prompt(sampling_params, len(tokens)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """``generate`` for one conversation or a list of them, through the model's chat template.
+
+        Raises:
+            ValueError: a message is malformed, or the model has no chat template.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("chat needs a tokenizer with a chat template; the model has none")
+        if not messages:
+            raise ValueError("messages is empty; pass at least one message")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = tokenizer.render_chat(conversation, add_generation_prompt=add_generation_prompt)
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start. ``acceptance_length`` counts the bonus token: 1.0 without speculation."""
+        counters, kv = self.engine.counters, self.engine.scheduler.kv
+        return {
+            "num_generated_tokens": counters.num_generated_tokens,
+            "num_target_steps": counters.num_target_steps,
+            "num_target_rows": counters.num_target_rows,
+            "num_draft_tokens": counters.num_draft_tokens,
+            "num_accepted_draft_tokens": counters.num_accepted_draft_tokens,
+            "acceptance_length": counters.acceptance_length,
+            "num_finished_requests": counters.num_finished_requests,
+            "num_prompt_tokens": counters.num_prompt_tokens,
+            "num_cached_prompt_tokens": counters.num_cached_prompt_tokens,
+            "num_preemptions": counters.num_preemptions,
+            "kv_pages_used": kv.num_used_pages,
+            "kv_pages_total": kv.num_pages,
+            "target_version": kv.version,
+            "draft_version": 0,
+            "forward_time_s": counters.forward_time_s,
+            "sample_time_s": counters.sample_time_s,
+            "step_time_s": counters.step_time_s,
+        }
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False if requests still hold pages of theirs."""
+        with self._turn:
+            return self.engine.scheduler.kv.reset_prefix_cache()
+
+    def _run(
+        self,
+        prompts: Sequence[TokenPrompt],
+        params: Sequence[SamplingParams],
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        with self._turn:
+            call, self._num_calls = self._num_calls, self._num_calls + 1
+            groups: list[RequestGroup] = []
+            try:
+                for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+                    groups.append(self.engine.add(f"{call}-{i}", prompt, p))
+                self._drive(groups, use_tqdm)
+            finally:
+                for group in groups:
+                    self.engine.abort(group)
+            return [group.output() for group in groups]
+
+    def _drive(self, groups: Sequence[RequestGroup], use_tqdm: bool | None) -> None:
+        num_samples = sum(len(group.samples) for group in groups)
+        show = num_samples >= _BAR_FROM if use_tqdm is None else use_tqdm
+        counters = self.engine.counters
+        with tqdm(total=num_samples, disable=not show, unit="sample", dynamic_ncols=True) as bar:
+            tokens_before, finished = counters.num_generated_tokens, counters.num_finished_requests
+            while self.engine.has_unfinished:
+                self.engine.step()
+                if show:
+                    rate = (counters.num_generated_tokens - tokens_before) / (
+                        bar.format_dict["elapsed"] or 1e-9
+                    )
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                    bar.update(counters.num_finished_requests - finished)
+                    finished = counters.num_finished_requests

@@ -1,0 +1,168 @@
+"""From the name of a model to its config, weights and tokenizer.
+
+Owns the choice between "smollm2", an HF directory and a GGUF file, and the reading of safetensors. Knows nothing of
+how a decoder packs weights. Invariant: files are mapped, never read whole; a file that is missing or damaged is a
+ValueError that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.models.layout import EMBEDDING, HEAD, WeightSource, check
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_FETCH = "fetch the model again"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model as it lies on disk. ``tokenizer`` is None where the directory has none: token ids then work, text not.
+
+    Invariant: ``weights`` has just the tensors that ``config`` asks for.
+    """
+
+    path: Path
+    config: ModelConfig
+    weights: WeightSource
+    tokenizer: Tokenizer | None
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """Open "smollm2", an HF directory or a GGUF file.
+
+    Raises:
+        ValueError: what is missing, damaged or not supported, the file's name and what to do.
+    """
+    if model == "smollm2":
+        from engine.models.smollm2 import smollm2_directory
+
+        return open_directory(smollm2_directory())
+    path = Path(model).expanduser()
+    if path.is_file():
+        from engine.models.gguf import open_gguf
+
+        return open_gguf(path)
+    if path.is_dir():
+        return open_directory(path)
+    raise ValueError(
+        f"model {str(model)!r} is no file or directory; give 'smollm2', an HF directory or a GGUF file "
+        f"(models are not downloaded)"
+    )
+
+
+def open_directory(directory: Path) -> Checkpoint:
+    """Open an HF directory: ``config.json``, safetensors, and optionally the generation config and tokenizer."""
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else None
+    raw_config = read_json(directory / "config.json")
+    try:
+        config = ModelConfig.from_hf(raw_config, generation)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+    weights = SafetensorsSource(directory)
+    config = _settle_head(config, weights)
+    check(config, weights)
+    tokenizer = None
+    if (directory / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_directory(directory)
+    else:
+        logger.warning("%s has no tokenizer.json: prompts must be token ids", directory)
+    return Checkpoint(directory, config, weights, tokenizer)
+
+
+def _settle_head(config: ModelConfig, weights: SafetensorsSource) -> ModelConfig:
+    """A config that ties the head to the embedding, beside a file in which they differ: the file is right."""
+    if config.tied_head and HEAD in weights.shapes() and not weights.same(EMBEDDING, HEAD):
+        logger.warning("config.json ties lm_head to the embedding, but the file's differ: untied")
+        return replace(config, tied_head=False)
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist; {_FETCH} or correct the path") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); {_FETCH}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+class SafetensorsSource:
+    """Tensors of a ``model.safetensors`` or of the shards that an index lists, mapped into memory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        if (directory / INDEX).is_file():
+            self._open_shards(directory)
+        elif (directory / SINGLE).is_file():
+            self._open(directory / SINGLE)
+        else:
+            raise ValueError(
+                f"{directory} has neither {SINGLE} nor {INDEX}; {_FETCH} in the safetensors format"
+            )
+
+    def _open_shards(self, directory: Path) -> None:
+        index = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise ValueError(f"{directory / INDEX} has no weight_map; {_FETCH}")
+        for shard in dict.fromkeys(index.values()):
+            if not (directory / shard).is_file():
+                raise ValueError(
+                    f"{directory / shard} does not exist, but {INDEX} lists it; {_FETCH}"
+                )
+            self._open(directory / shard)
+        for name, shard in index.items():
+            if name not in self._shapes:
+                raise ValueError(
+                    f"{directory / shard} lacks tensor {name} that {INDEX} lists; {_FETCH}"
+                )
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = safe_open(str(path), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged or cut short ({error}); {_FETCH}") from error
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            part = file.get_slice(name)
+            if part.get_dtype() not in ("F32", "F16", "BF16", "F64"):
+                raise ValueError(
+                    f"{path}: tensor {name} is of type {part.get_dtype()}; supported: F32, F16, BF16"
+                )
+            self._shapes[name] = tuple(part.get_shape())
+            self._files[name], self._paths[name] = file, path
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def origin(self, name: str) -> str:
+        return str(self._paths.get(name, next(iter(self._paths.values()), "the checkpoint")))
+
+    def read(self, name: str, out: Tensor) -> None:
+        out.copy_(self._files[name].get_tensor(name))
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal."""
+        return torch.equal(
+            self._files[name].get_tensor(name), self._files[other].get_tensor(other)
+        )

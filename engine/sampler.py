@@ -1,0 +1,313 @@
+"""The one sampler: from logits rows to tokens, for plain decoding and for every node of a token tree alike.
+
+The draw itself is ``ops.sample`` (Gumbel-max with counter-based noise, defined in ``ops/reference.py``): a pure
+function of the seed, the position and the text before it. This file owns what comes before the draw (allowed
+and bad words, bias, min_tokens, the user's processors, penalties: all recomputed from the text before each
+position, so that a position inside a speculated run is treated as any other) and the log-probabilities after it.
+It does not know why a row is asked for. Invariant: what a row gets depends on its own logits, its request's
+parameters and the text before it, and on nothing else in the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.ops import Ops
+from engine.ops.reference import kept_mask
+from engine.outputs import Logprob, LogprobsAt
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+
+NEG_INF = float("-inf")
+
+
+class RowError(Exception):
+    """What a request asks of its logits cannot be done (a user's processor raised, no token is left)."""
+
+    def __init__(self, request_id: str, message: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One position to draw: the token after ``request.token_ids[:length] + path``."""
+
+    request: Request
+    length: int
+    path: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        return self.length + len(self.path)
+
+    def output_token_ids(self) -> list[int]:
+        request = self.request
+        return [*request.token_ids[len(request.prompt_token_ids) : self.length], *self.path]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A drawn token and, where asked for, log-probabilities at its position."""
+
+    token_id: int
+    logprobs: LogprobsAt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """A request's parameters made ready for its logits; None or empty where it asks for nothing."""
+
+    allowed: Tensor | None  # bool [V], True where forbidden
+    bad_words: tuple[tuple[int, ...], ...]
+    bias_ids: Tensor | None
+    bias: Tensor | None
+    end_ids: Tensor | None  # forbidden before min_tokens
+    processors: tuple[tuple[object, bool], ...]  # callable, whether it takes the prompt too
+    penalised: bool
+
+    @property
+    def any(self) -> bool:
+        return (
+            self.allowed is not None
+            or self.bias_ids is not None
+            or self.end_ids is not None
+            or bool(self.bad_words)
+            or bool(self.processors)
+            or self.penalised
+        )
+
+
+class Sampler:
+    """Draws tokens for rows of logits.
+
+    Args:
+        ops: the op table; ``sample`` and ``log_sum_exp`` are used.
+        vocab_size: V.
+        max_rows: most rows of one call.
+        processed_logprobs: report log-probabilities after bias, penalties, temperature and top-k/p instead of
+            those of the model itself.
+    """
+
+    def __init__(
+        self, ops: Ops, *, vocab_size: int, max_rows: int, processed_logprobs: bool = False
+    ) -> None:
+        self._ops = ops
+        self._vocab_size = vocab_size
+        self._processed = processed_logprobs
+        self._rules: dict[str, _Rules] = {}
+        self._floats = torch.empty((3, max_rows), dtype=torch.float32)  # temperature, top_p, min_p
+        self._ints = torch.empty((3, max_rows), dtype=torch.int32)  # top_k, position, token
+        self._seeds = torch.empty(max_rows, dtype=torch.int64)
+        self._draw_logprobs = torch.empty(max_rows, dtype=torch.float32)
+        self._lse = torch.empty(max_rows, dtype=torch.float32)
+        self._np = (self._floats.numpy(), self._ints.numpy(), self._seeds.numpy())
+
+    def admit(self, request: Request, bad_words: Sequence[Sequence[int]] = ()) -> None:
+        """Make ready the rules of a request. ``bad_words``: token id sequences that must not appear.
+
+        Raises ValueError for token ids outside the vocabulary.
+        """
+        self._rules[request.request_id] = self._compile(request, bad_words)
+
+    def forget(self, request_id: str) -> None:
+        self._rules.pop(request_id, None)
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+        """Draw one token for each row. ``logits`` [L, V] fp32 is overwritten.
+
+        Raises RowError for a request whose processor fails or forbids every token; nothing has been drawn then.
+        """
+        wants = [r.request.params.logprobs is not None for r in rows]
+        raw = self._raw_logprob_sources(logits, rows, wants)
+        for i, row in enumerate(rows):
+            rules = self._rules[row.request.request_id]
+            if rules.any:
+                self._apply_rules(logits[i], row, rules)
+        token_ids = self._draw(logits, rows)
+        if not any(wants):
+            return [Sampled(t) for t in token_ids]
+        return [
+            Sampled(t, self._logprobs(logits, raw, i, t, row) if want else None)
+            for i, (t, row, want) in enumerate(zip(token_ids, rows, wants, strict=True))
+        ]
+
+    def prompt_logprobs(
+        self, logits: Tensor, token_ids: Sequence[int], k: int
+    ) -> list[LogprobsAt]:
+        """Log-probabilities of the prompt tokens that follow each row of raw ``logits`` [L, V]."""
+        lse = self._lse[: logits.shape[0]]
+        self._ops.log_sum_exp(logits, lse)
+        return [
+            _top_logprobs(logits[i], float(lse[i]), token, k) for i, token in enumerate(token_ids)
+        ]
+
+    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        count = len(rows)
+        floats, ints, seeds = self._np
+        params = [r.request.params for r in rows]
+        floats[0, :count] = [p.temperature for p in params]
+        floats[1, :count] = [p.top_p for p in params]
+        floats[2, :count] = [p.min_p for p in params]
+        ints[0, :count] = [p.top_k if p.top_k > 0 else 0 for p in params]
+        ints[1, :count] = [r.position for r in rows]
+        seeds[:count] = [r.request.seed for r in rows]
+        temperature, top_p, min_p = (self._floats[j, :count] for j in range(3))
+        top_k, positions, out = (self._ints[j, :count] for j in range(3))
+        self._ops.sample(
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            self._seeds[:count],
+            positions,
+            out,
+            self._draw_logprobs[:count],
+        )
+        return out.tolist()
+
+    def _compile(self, request: Request, bad_words: Sequence[Sequence[int]]) -> _Rules:
+        params = request.params
+        allowed = None
+        if params.allowed_token_ids is not None:
+            allowed = torch.ones(self._vocab_size, dtype=torch.bool)
+            allowed[self._ids("allowed_token_ids", params.allowed_token_ids)] = False
+        bias_ids = bias = end_ids = None
+        if params.logit_bias:
+            bias_ids = self._ids("logit_bias", list(params.logit_bias))
+            bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        stop_ids = self._ids("stop_token_ids", list(params.stop_token_ids))
+        if params.min_tokens > 0:
+            ends = {*stop_ids.tolist(), *request.eos_token_ids}
+            end_ids = torch.tensor(sorted(ends), dtype=torch.int64) if ends else None
+        processors = tuple((p, _takes_prompt(p)) for p in params.logits_processors)
+        words = tuple(tuple(w) for w in bad_words)
+        return _Rules(allowed, words, bias_ids, bias, end_ids, processors, params.needs_history)
+
+    def _ids(self, name: str, token_ids: Sequence[int]) -> Tensor:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise ValueError(
+                    f"{name}: token id {token_id} is outside the vocabulary of {self._vocab_size}"
+                )
+        return torch.tensor(token_ids, dtype=torch.int64)
+
+    def _apply_rules(self, logits: Tensor, row: SampleRow, rules: _Rules) -> None:
+        """In vLLM's order: allowed, bad words, min_tokens, bias, processors, penalties."""
+        params = row.request.params
+        output = row.output_token_ids()
+        if rules.allowed is not None:
+            logits.masked_fill_(rules.allowed, NEG_INF)
+        if rules.bad_words:
+            history = [*row.request.prompt_token_ids, *output]
+            for word in rules.bad_words:
+                head = list(word[:-1])
+                if not head or history[-len(head) :] == head:
+                    logits[word[-1]] = NEG_INF
+        if rules.end_ids is not None and len(output) < params.min_tokens:
+            logits[rules.end_ids] = NEG_INF
+        if rules.bias_ids is not None and rules.bias is not None:
+            logits.index_add_(0, rules.bias_ids, rules.bias)
+        for processor, takes_prompt in rules.processors:
+            _run_processor(processor, takes_prompt, row, output, logits)
+        if rules.penalised:
+            _penalise(logits, row.request.prompt_token_ids, output, params)
+        if not bool((logits > NEG_INF).any()):
+            raise RowError(
+                row.request.request_id,
+                "no token may follow: allowed_token_ids, bad_words, min_tokens, logit_bias and "
+                "logits_processors together forbid the whole vocabulary; relax one of them",
+            )
+
+    def _raw_logprob_sources(
+        self, logits: Tensor, rows: Sequence[SampleRow], wants: Sequence[bool]
+    ) -> dict[int, Tensor]:
+        """Copies of the raw rows that rules will change, so that raw log-probabilities stay raw."""
+        if self._processed or not any(wants):
+            return {}
+        self._ops.log_sum_exp(logits, self._lse[: len(rows)])
+        return {
+            i: logits[i].clone()
+            for i, row in enumerate(rows)
+            if wants[i] and self._rules[row.request.request_id].any
+        }
+
+    def _logprobs(
+        self, logits: Tensor, raw: dict[int, Tensor], i: int, token_id: int, row: SampleRow
+    ) -> LogprobsAt:
+        params = row.request.params
+        k = params.logprobs or 0
+        if not self._processed:
+            return _top_logprobs(raw.get(i, logits[i]), float(self._lse[i]), token_id, k)
+        z = logits[i]
+        if params.temperature > 0.0:
+            z = z / params.temperature
+            keep = kept_mask(z, params.top_k, params.top_p, params.min_p)
+            z = torch.where(keep, z, NEG_INF)
+        lse = torch.empty(1)
+        self._ops.log_sum_exp(z.unsqueeze(0), lse)
+        return _top_logprobs(z, float(lse), token_id, k)
+
+
+def _top_logprobs(logits: Tensor, log_sum_exp: float, token_id: int, k: int) -> LogprobsAt:
+    value = logits[token_id]
+    rank = 1 + int((logits > value).sum())
+    result = {token_id: Logprob(float(value) - log_sum_exp, rank)}
+    if k > 0:
+        values, ids = torch.topk(logits, k)
+        for place, (v, token) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
+            if v > NEG_INF:
+                result.setdefault(token, Logprob(v - log_sum_exp, place + 1))
+    return result
+
+
+def _penalise(
+    logits: Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
+) -> None:
+    if params.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(np.asarray([*prompt, *output], dtype=np.int64)))
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if output and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
+        ids, counts = np.unique(np.asarray(output, dtype=np.int64), return_counts=True)
+        fall = params.frequency_penalty * counts + params.presence_penalty
+        logits.index_add_(0, torch.from_numpy(ids), torch.from_numpy(-fall.astype(np.float32)))
+
+
+def _takes_prompt(processor: object) -> bool:
+    """Whether a processor has vLLM's three-argument form (prompt ids, output ids, logits)."""
+    try:
+        signature = inspect.signature(processor)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    required = [
+        p
+        for p in signature.parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) == 3
+
+
+def _run_processor(
+    processor: object, takes_prompt: bool, row: SampleRow, output: list[int], logits: Tensor
+) -> None:
+    prompt = list(row.request.prompt_token_ids)
+    arguments = (prompt, list(output), logits) if takes_prompt else (list(output), logits)
+    try:
+        result = processor(*arguments)  # type: ignore[operator]
+        if not isinstance(result, Tensor) or result.shape != logits.shape:
+            raise TypeError(f"it must return logits of shape {tuple(logits.shape)}, got {result!r}")
+        if result is not logits:
+            logits.copy_(result)
+        if bool(torch.isnan(logits).any()):
+            raise ValueError("it left NaN in the logits")
+    except Exception as error:  # the user's code: whatever it raises is this request's failure alone
+        raise RowError(row.request.request_id, f"logits processor failed: {error!r}") from error

@@ -1,0 +1,338 @@
+"""Text to token ids and back: a thin wrapper of ``tokenizers``, with chat templates and incremental decoding.
+
+Owns what transformers' tokenizers add to ``tokenizer.json`` (special tokens and templates of
+``tokenizer_config.json``), so that ids and texts equal theirs without importing transformers. Knows nothing of
+models or requests. Invariant: the pieces of an ``IncrementalDetokenizer`` never hold half a character.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, decoders, processors
+
+_SPECIAL_KEYS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats as transformers' fast tokenizer of the same directory does.
+
+    Args:
+        backend: the tokenizer proper.
+        config: contents of ``tokenizer_config.json``: special tokens, ``add_bos_token``, ``chat_template``.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+        self.backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        self._special_tokens = {
+            key: token for key in _SPECIAL_KEYS if (token := _content(config.get(key))) is not None
+        }
+        _add_special_tokens(backend, config, self._special_tokens.values())
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_id = self._id_of("eos_token")
+        self.pad_token_id = self._id_of("pad_token")
+        if "add_bos_token" in config or "add_eos_token" in config:
+            self._set_post_processor(
+                bos=bool(config.get("add_bos_token")), eos=bool(config.get("add_eos_token"))
+            )
+        self.chat_template: str | None = _default_template(config.get("chat_template"))
+        self._compiled: jinja2.Template | None = None
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._token_bytes: dict[int, bytes] = {}
+        self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> Tokenizer:
+        """From ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` (the last two optional).
+
+        Raises:
+            ValueError: a file is missing or damaged, by name.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; the directory needs a fast tokenizer's file")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the binding raises bare Exception for every fault of the file
+            raise ValueError(f"{path} is damaged or of an unknown format: {error}") from error
+        config_path = directory / "tokenizer_config.json"
+        config: dict[str, Any] = {}
+        if config_path.is_file():
+            try:
+                config = json.loads(config_path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{config_path} is not valid JSON: {error}") from error
+        template_path = directory / "chat_template.jinja"
+        if template_path.is_file():
+            config["chat_template"] = template_path.read_text(encoding="utf-8")
+        return cls(backend, config)
+
+    def _id_of(self, key: str) -> int | None:
+        token = self._special_tokens.get(key)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _set_post_processor(self, *, bos: bool, eos: bool) -> None:
+        """What ``add_bos_token`` and ``add_eos_token`` mean; they replace what ``tokenizer.json`` does."""
+        before, after, special = "", "", []
+        if bos and self.bos_token_id is not None:
+            before = self._special_tokens["bos_token"] + ":0 "
+            special.append((self._special_tokens["bos_token"], self.bos_token_id))
+        if eos and self.eos_token_id is not None:
+            after = " " + self._special_tokens["eos_token"] + ":0"
+            special.append((self._special_tokens["eos_token"], self.eos_token_id))
+        single = f"{before}$A:0{after}"
+        self.backend.post_processor = processors.TemplateProcessing(
+            single=single, pair=f"{single} $B:1", special_tokens=special
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Special tokens written out in the text become their ids."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: object = None,
+        **template_arguments: Any,
+    ) -> str:
+        """The text that the model's chat template makes of a conversation.
+
+        Args:
+            messages: mappings with ``role`` and ``content``.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            tools: refused; there is no parser of tool calls here.
+            template_arguments: what else the template reads, such as ``enable_thinking``.
+
+        Raises:
+            ValueError: there is no template, or it refuses the messages.
+        """
+        if tools:
+            raise ValueError("tools are not supported; leave the argument out")
+        if self.chat_template is None:
+            raise ValueError("the model has no chat template; use generate with a text prompt")
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise ValueError(f"a message is a dict with 'role' and 'content', got {message!r}")
+        special = {key: token for key, token in self._special_tokens.items() if key in _SPECIAL_KEYS}
+        try:
+            if self._compiled is None:
+                self._compiled = _compile(self.chat_template)
+            return self._compiled.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**special, **template_arguments},
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: object = None,
+        **template_arguments: Any,
+    ) -> list[int]:
+        """Token ids of ``render_chat``; the template has put the special tokens in."""
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            **template_arguments,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the text, by the rule of the byte-level decoder; b"" for an id without token."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            token = self.backend.id_to_token(token_id)
+            found = self._token_bytes[token_id] = b"" if token is None else _byte_level(token)
+        return found
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A fresh decoder of one sequence."""
+        if self._is_byte_level:
+            return ByteDetokenizer(self, skip_special_tokens)
+        return WindowDetokenizer(self, skip_special_tokens)
+
+
+class ByteDetokenizer:
+    """Incremental decoding of byte-level BPE: bytes of tokens through an incremental UTF-8 decoder.
+
+    The pieces joined, with that of ``finish``, are exactly ``Tokenizer.decode`` of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        """Text that is complete now and was not before."""
+        if token_id in self._skipped:
+            return ""
+        return self._decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        """What was held back: U+FFFD for a character that was never completed."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """Incremental decoding for any other decoder: decodes a short window and emits what has grown.
+
+    Holds back text that ends with U+FFFD, as half a character does. Equal to ``Tokenizer.decode`` of all ids unless
+    bytes already shown turn out to belong to a run that is no UTF-8.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._decode = tokenizer.backend.decode
+        self._skip = skip_special_tokens
+        self._window: list[int] = []  # ids that are shown, kept as left context, then those that are not
+        self._num_shown = 0
+
+    def push(self, token_id: int) -> str:
+        """Text that is complete now and was not before."""
+        self._window.append(token_id)
+        piece = self._new_text()
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._window = self._window[self._num_shown :]
+        self._num_shown = len(self._window)
+        return piece
+
+    def finish(self) -> str:
+        """What was held back."""
+        piece = self._new_text()
+        self._num_shown = len(self._window)
+        return piece
+
+    def _new_text(self) -> str:
+        shown = self._decode(self._window[: self._num_shown], skip_special_tokens=self._skip)
+        text = self._decode(self._window, skip_special_tokens=self._skip)
+        return text[len(shown) :]
+
+
+IncrementalDetokenizer = ByteDetokenizer | WindowDetokenizer
+
+
+def _content(token: object) -> str | None:
+    """A special token is written as its text or as a record of an added token."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _add_special_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Iterable[str]
+) -> None:
+    """Make special what the config calls so and what it adds; ids stay as they are."""
+    added = config.get("added_tokens_decoder") or {}
+    for _, record in sorted(added.items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(record["content"]) is None:
+            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            token = AddedToken(
+                record["content"], **{flag: record[flag] for flag in flags if flag in record}
+            )
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+    known = backend.get_added_tokens_decoder().values()
+    special = {token.content for token in known if token.special}
+    missing = [
+        token
+        for token in dict.fromkeys(named)
+        if token not in special and backend.token_to_id(token) is not None
+    ]
+    if missing:
+        backend.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in missing]
+        )
+
+
+def _default_template(template: object) -> str | None:
+    """The template, or the one named "default" where there are several."""
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template if isinstance(template, str) else None
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}`` marks the assistant's text for trainers; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's protocol)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(template: str) -> jinja2.Template:
+    """In a sandbox: a template is code that came with a download."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    strftime_now: Callable[[str], str] = lambda form: datetime.now().strftime(form)  # noqa: E731
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(template)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable alphabet of bytes: printable Latin-1 stands for itself, the rest for 256, 257, ..."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    table = {chr(256 + i): byte for i, byte in enumerate(others)}
+    return table | {chr(byte): byte for byte in printable}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _byte_level(token: str) -> bytes:
+    """Bytes of a token; one with a character outside the alphabet (an added token) is plain text."""
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in token)
+    except KeyError:
+        return token.encode("utf-8")
