@@ -21,7 +21,9 @@ class Generation:
     prefill_s: float
     decode_s: float
     num_decode_tokens: int  # generated within decode_s
-    tail_s: float | None = None  # from the end of the last but one sequence, where the contestant knows it
+    tail_s: float | None = (
+        None  # from the end of the last but one sequence, where the contestant knows it
+    )
 
     @property
     def total_s(self) -> float:

@@ -71,7 +71,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+        return (
+            f"{value:.0f}"
+            if abs(value) >= 100
+            else f"{value:.1f}"
+            if abs(value) >= 10
+            else f"{value:.2f}"
+        )
     return "-" if value is None else str(value)
 
 

@@ -36,7 +36,9 @@ class Settings:
         return f"flash_attn={int(self.flash_attention)} kv_unified={int(self.unified_kv)}"
 
 
-CHOICES = tuple(Settings(flash, unified) for flash, unified in itertools.product((True, False), repeat=2))
+CHOICES = tuple(
+    Settings(flash, unified) for flash, unified in itertools.product((True, False), repeat=2)
+)
 
 
 @dataclass(frozen=True, slots=True)

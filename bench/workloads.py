@@ -53,9 +53,7 @@ def uniform_jobs(
     tokenizer: TextEncoder, *, num_seqs: int, prompt_len: int, num_tokens: int
 ) -> list[Job]:
     """``num_seqs`` different prompts of one length, all generating the same number of tokens."""
-    return [
-        Job(prompt_ids(tokenizer, i, prompt_len), num_tokens, seed=i) for i in range(num_seqs)
-    ]
+    return [Job(prompt_ids(tokenizer, i, prompt_len), num_tokens, seed=i) for i in range(num_seqs)]
 
 
 def lean_engine_jobs(tokenizer: TextEncoder, *, num_seqs: int, scale: float) -> list[Job]:

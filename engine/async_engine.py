@@ -26,24 +26,34 @@ logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """Where one request's outputs go: a queue of the event loop that asked for them."""
+    """Where one request's outputs go: the latest one, since each holds all that came before.
+
+    A reader that falls behind skips outputs and loses nothing; memory stays bounded.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self._ready = asyncio.Event()
+        self._latest: RequestOutput | BaseException | None = None
 
     def put(self, item: RequestOutput | BaseException) -> None:
         """From the engine's thread. A loop that has closed no longer listens."""
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._set, item)
         except RuntimeError:
             logger.debug("the event loop of a stream is closed; its output is dropped")
 
+    def _set(self, item: RequestOutput | BaseException) -> None:
+        self._latest = item
+        self._ready.set()
+
     async def get(self) -> RequestOutput:
-        item = await self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        await self._ready.wait()
+        self._ready.clear()
+        assert self._latest is not None
+        if isinstance(self._latest, BaseException):
+            raise self._latest
+        return self._latest
 
 
 class AsyncEngine:

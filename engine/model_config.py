@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_MODEL_TYPES = dict(zip(("llama", "qwen2", "qwen3"), ARCHITECTURES, strict=True))
+_MODEL_TYPES: dict[str, str] = dict(zip(("llama", "qwen2", "qwen3"), ARCHITECTURES, strict=True))
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _ROPE_KEYS = {
     "default": (),

@@ -49,7 +49,7 @@ class OutputText:
     def shown(self) -> str:
         """The part of the text that no later token can take back."""
         held = 0 if self._done or self._include_stop else max(self._longest_stop - 1, 0)
-        return self._text[: len(self._text) - held] if held else self._text
+        return self._text[: max(len(self._text) - held, 0)]
 
     def _cut_at_stop(self, start: int) -> str | None:
         found = [(self._text.find(stop, start), stop) for stop in self._stops]

@@ -57,7 +57,9 @@ class Tokenizer:
         self.chat_template: str | None = _default_template(config.get("chat_template"))
         self._compiled: jinja2.Template | None = None
         self.special_token_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
         )
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._token_bytes: dict[int, bytes] = {}
@@ -142,7 +144,9 @@ class Tokenizer:
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ValueError(f"a message is a dict with 'role' and 'content', got {message!r}")
-        special = {key: token for key, token in self._special_tokens.items() if key in _SPECIAL_KEYS}
+        special = {
+            key: token for key, token in self._special_tokens.items() if key in _SPECIAL_KEYS
+        }
         try:
             if self._compiled is None:
                 self._compiled = _compile(self.chat_template)
@@ -220,7 +224,9 @@ class WindowDetokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._decode = tokenizer.backend.decode
         self._skip = skip_special_tokens
-        self._window: list[int] = []  # ids that are shown, kept as left context, then those that are not
+        self._window: list[
+            int
+        ] = []  # ids that are shown, kept as left context, then those that are not
         self._num_shown = 0
 
     def push(self, token_id: int) -> str:

@@ -102,10 +102,11 @@ def test_blank_pages_go_before_cached_ones_then_the_least_recent_then_the_tail()
 
 def test_use_refreshes():
     kv = KVCache(4, SIZE)
-    first, second = admit(kv, make(list(range(5)))), admit(kv, make(list(range(50, 55))))
+    first = admit(kv, make(list(range(5)), max_tokens=1))
+    second = admit(kv, make(list(range(50, 55)), max_tokens=1))
     kv.free(first)
     kv.free(second)
-    again = admit(kv, make([*range(4), 9]))
+    again = admit(kv, make([*range(4), 9], max_tokens=1))
     kv.free(again)
     kv.grow(again, 3 * SIZE)
     assert kv.match_prefix(list(range(5))), "used last, evicted last"
@@ -172,7 +173,6 @@ def test_the_hash_chain_of_a_waiting_request_follows_the_version():
     kv.free(holder)
     assert kv.allocate(waiting, 12) == 12
     kv.register(waiting, 12)
-    kv.set_version(1)
     assert kv.match_prefix(list(range(13))) == waiting.pages
     kv.check([waiting])
 

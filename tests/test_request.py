@@ -1,4 +1,4 @@
-"""A request's own rules: what ends it, in the middle of a run of tokens as well, and who made its tokens."""
+"""A request's own rules: what ends it, in the middle of a run of tokens too, who made its tokens."""
 
 import pytest
 
@@ -8,12 +8,13 @@ from engine.sampling_params import SamplingParams
 EOS, STOP = 1, 2
 
 
-def make(prompt_len: int = 3, max_total_len: int = 100, **params) -> Request:
-    params.setdefault("max_tokens", 8)
+def make(
+    prompt_len: int = 3, max_total_len: int = 100, max_tokens: int | None = 8, **params
+) -> Request:
     return Request(
         "r",
         list(range(10, 10 + prompt_len)),
-        SamplingParams(**params),
+        SamplingParams(max_tokens=max_tokens, **params),
         seed=0,
         max_total_len=max_total_len,
         eos_token_ids=frozenset({EOS}),
@@ -46,14 +47,15 @@ def test_end_in_the_middle_of_a_run(params, tokens, kept, reason, stop_reason):
 
 
 @pytest.mark.parametrize("cut", range(1, 7))
-def test_one_by_one_or_together_is_the_same(cut):
+def test_one_by_one_or_together_is_the_same(cut: int):
     """Catches state that is only right for one token a step."""
     tokens = [5, 6, EOS, 7, STOP, 8, 9, 10]
-    for params in (
+    variants: list[dict] = [
         {"max_tokens": 4, "ignore_eos": True},
         {"min_tokens": 4, "stop_token_ids": [STOP]},
         {"max_tokens": None},
-    ):
+    ]
+    for params in variants:
         outcomes = []
         for size in (1, cut, len(tokens)):
             request = make(max_total_len=9, **params)
@@ -98,7 +100,11 @@ def test_version_spans_cover_the_output():
     assert request.version_spans == []
     for tokens, version in (([5, 6], 3), ([7], 3), ([8, 9, 10], 4), ([], 5), ([11], 6)):
         request.append_tokens(tokens, version)
-    assert request.version_spans == [VersionSpan(0, 3, 3), VersionSpan(3, 6, 4), VersionSpan(6, 7, 6)]
+    assert request.version_spans == [
+        VersionSpan(0, 3, 3),
+        VersionSpan(3, 6, 4),
+        VersionSpan(6, 7, 6),
+    ]
     request.truncate_output(4)
     assert request.version_spans == [VersionSpan(0, 3, 3), VersionSpan(3, 4, 4)]
     request.truncate_output(3)

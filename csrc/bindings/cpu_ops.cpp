@@ -166,7 +166,7 @@ void CpuOps::log_sum_exp(H logits, H out) const {
 }
 
 void CpuOps::sample(H logits, H temperature, H top_k, H top_p, H min_p, H seeds, H positions,
-                    H token_ids, H logprobs) const {
+                    H token_ids, H logprobs, bool prune) const {
     const char* op = "sample";
     const Tensor in = take(logits, {op, "logits"}, kFloat, {kAny, kAny});
     const int64_t rows = in.shape[0];
@@ -181,7 +181,21 @@ void CpuOps::sample(H logits, H temperature, H top_k, H top_p, H min_p, H seeds,
                    floats(top_p, "top_p"), floats(min_p, "min_p"),
                    take(seeds, {op, "seeds"}, Element::i64, {rows}).as<const int64_t>(),
                    ints(positions, "positions"), ints(token_ids, "token_ids"),
-                   floats(logprobs, "logprobs"), rows, in.shape[1], num_threads_});
+                   floats(logprobs, "logprobs"), rows, in.shape[1], num_threads_, prune});
+}
+
+void CpuOps::philox_words(H counters, H keys, H out) const {
+    const char* op = "philox_words";
+    const Tensor c = take(counters, {op, "counters"}, kInt, {kAny, 4});
+    const Tensor k = take(keys, {op, "keys"}, kInt, {c.shape[0], 2});
+    const Tensor to = take(out, {op, "out"}, kInt, {c.shape[0], 4});
+    table_.philox_words(
+        {c.as<const int32_t>(), k.as<const int32_t>(), to.as<int32_t>(), c.shape[0]});
+}
+
+void CpuOps::philox_uniform(int64_t seed, int position, H out) const {
+    const Tensor to = take(out, {"philox_uniform", "out"}, kFloat, {kAny});
+    table_.philox_uniform({seed, position, to.as<float>(), to.shape[0]});
 }
 
 }  // namespace tlt

@@ -38,7 +38,11 @@ class CpuOps {
     void kv_move(H kv_cache, H source, H target) const;
     void log_sum_exp(H logits, H out) const;
     void sample(H logits, H temperature, H top_k, H top_p, H min_p, H seeds, H positions, H token_ids,
-                H logprobs) const;
+                H logprobs, bool prune) const;
+
+    // The noise that sample draws, for tests: words of a counter-based generator, and `uniform` of reference.py.
+    void philox_words(H counters, H keys, H out) const;
+    void philox_uniform(int64_t seed, int position, H out) const;
 
    private:
     const KernelTable& table_;

@@ -9,7 +9,7 @@
 
 namespace tlt {
 
-enum class Scratch : int { linear_x, linear_tile, attention, sample, kv_move, other, count };
+enum class Scratch : int { linear_x, linear_tile, attention, attention_split, sample, sample_rows, kv_move, other, count };
 
 // At least `bytes` bytes, with 64 more of slack behind them so that whole vectors may be read past the end.
 void* scratch(Scratch purpose, size_t bytes);

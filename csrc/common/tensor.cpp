@@ -89,7 +89,10 @@ std::string text_of(const int64_t* shape, int64_t ndim) {
 
 Tensor read_exchange(nb::handle h, Site site) {
     DlTensor d;
-    if (exchange->tensor_from_object(h.ptr(), &d) != 0) throw nb::python_error();
+    if (exchange->tensor_from_object(h.ptr(), &d) != 0) {
+        PyErr_Clear();  // torch's text says nothing about which argument it was
+        reject(site, "a dense CPU tensor", text_of(h.attr("device")) + ", " + text_of(h.attr("layout")));
+    }
     if (d.device.type != kDlCpu) reject(site, "a CPU tensor", text_of(h.attr("device")));
     Tensor t{static_cast<char*>(d.data) + d.byte_offset, element_of(d.dtype), d.ndim, {}};
     if (d.ndim > kMaxDims) reject(site, "at most 6 dimensions", std::to_string(d.ndim));

@@ -54,17 +54,20 @@ class BlockAttention {
           cache_{static_cast<const T*>(a.k_cache) + kv_head * a.head_dim,
                  static_cast<const T*>(a.v_cache) + kv_head * a.head_dim,
                  a.num_kv_heads * a.head_dim},
-          pages_(a.batch.page_table + block.seq * a.batch.pages_per_seq) {
-        const V16 scale = splat(a.scale * 1.44269504088896341f);
+          pages_(a.batch.page_table + block.seq * a.batch.pages_per_seq) {}
+
+    int64_t num_queries() const { return (block_.row_end - block_.row_begin) * group_; }
+
+    // To be called before `segment`.
+    void load_queries() const {
+        const V16 scale = splat(a_.scale * 1.44269504088896341f);
         for (int64_t q = 0; q < num_queries(); q++) {
-            const float* from = a.q + query_offset(q);
-            float* to = w.queries + q * a.head_dim;
-            for_lanes(a.head_dim,
+            const float* from = a_.q + query_offset(q);
+            float* to = w_.queries + q * a_.head_dim;
+            for_lanes(a_.head_dim,
                       [&](int64_t d, auto n) { store_n(to + d, load_n(from + d, n) * scale, n); });
         }
     }
-
-    int64_t num_queries() const { return (block_.row_end - block_.row_begin) * group_; }
 
     // Partial results of all queries over segment `segment`, into `into`.
     void segment(int64_t segment, Partial into) {

@@ -132,6 +132,23 @@ struct SampleArgs {
     float* logprobs;           // [num_rows]
     int64_t num_rows, vocab;
     int num_threads;
+    bool prune = true;  // false scores every token: the same results, for tests
+};
+
+// Philox4x32-10 as it is, for tests.
+struct PhiloxWordsArgs {
+    const int32_t* counters;  // [count, 4]
+    const int32_t* keys;      // [count, 2]
+    int32_t* out;             // [count, 4]
+    int64_t count;
+};
+
+// The uniforms of one sampled token (`uniform` in engine/ops/reference.py).
+struct PhiloxUniformArgs {
+    int64_t seed;
+    int32_t position;
+    float* out;  // [vocab]
+    int64_t vocab;
 };
 
 // Measures the machine, not a kernel (cpu/ceiling.cpp). `data` only for reading.
@@ -158,7 +175,9 @@ struct CeilingArgs {
     X(attention, AttentionArgs)      \
     X(kv_move, KvMoveArgs)           \
     X(log_sum_exp, LogSumExpArgs)    \
-    X(sample, SampleArgs)
+    X(sample, SampleArgs)            \
+    X(philox_words, PhiloxWordsArgs) \
+    X(philox_uniform, PhiloxUniformArgs)
 
 struct KernelTable {
     const char* isa;

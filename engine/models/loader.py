@@ -51,11 +51,13 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     if model == "smollm2":
         from engine.models.smollm2 import smollm2_directory
 
-        return open_directory(smollm2_directory())
+        directory = smollm2_directory()
+        try:
+            return open_directory(directory)
+        except ValueError as error:
+            raise ValueError(f"{error}; delete {directory} to have it made again") from error
     path = Path(model).expanduser()
     if path.is_file():
-        from engine.models.gguf import open_gguf
-
         return open_gguf(path)
     if path.is_dir():
         return open_directory(path)
@@ -83,6 +85,21 @@ def open_directory(directory: Path) -> Checkpoint:
     else:
         logger.warning("%s has no tokenizer.json: prompts must be token ids", directory)
     return Checkpoint(directory, config, weights, tokenizer)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file."""
+    from engine.models.gguf import GgufSource
+    from engine.models.gguf_tokenizer import gguf_tokenizer
+
+    source = GgufSource(path)
+    try:
+        config = source.config()
+        tokenizer = gguf_tokenizer(source.metadata)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    check(config, source)
+    return Checkpoint(path, config, source, tokenizer)
 
 
 def _settle_head(config: ModelConfig, weights: SafetensorsSource) -> ModelConfig:
@@ -163,6 +180,4 @@ class SafetensorsSource:
 
     def same(self, name: str, other: str) -> bool:
         """Whether two tensors are equal."""
-        return torch.equal(
-            self._files[name].get_tensor(name), self._files[other].get_tensor(other)
-        )
+        return torch.equal(self._files[name].get_tensor(name), self._files[other].get_tensor(other))

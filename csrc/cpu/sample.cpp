@@ -1,0 +1,185 @@
+// sample: one token for each row, by the Gumbel-max rule of engine/ops/reference.py.
+//
+// Owns: the race of scores z + noise and its pruning. Does not know where rows come from. Invariants: a row's token
+// is a function of its own logits, parameters, seed and position; pruning leaves out only tokens that cannot win.
+//
+// Pruning: with E = -log(1 - x) the score of a token is z - log(E), and E >= x. So a token that reaches `best` has
+// x <= exp(z - best), which costs no logarithm to check. The winner's score is distributed as log_sum_exp(z) plus a
+// Gumbel variable: it is below log_sum_exp(z) - 2.5 once in 200,000 draws. Starting from there, some ten tokens are
+// left to be scored exactly. Should none reach the start, the race is run again without pruning.
+#include "common/scratch.h"
+#include "cpu/kernels.h"
+#include "cpu/philox.h"
+#include "cpu/sample_filter.h"
+#include "cpu/token_row.h"
+
+namespace tlt::TLT_ISA {
+namespace {
+
+static_assert(kNoiseBlock == kTokenBlock);
+
+constexpr float kStart = 2.5f;       // how far below log_sum_exp the pruned race starts
+constexpr float kMostNoise = 22.2f;  // the Gumbel noise of the smallest x, 2^-32, is 22.18
+
+struct Best {
+    float score;
+    int32_t id;  // -1: none reached it yet
+};
+
+// How much rounding may have raised a score of about `score` above its bound, generously.
+float slack(float score) { return 1e-3f + (score < 0.0f ? -score : score) * 0x1p-20f; }
+
+// The exact scores of sixteen tokens.
+void score_tokens(const Cut& cut, V16 z, I16 words, int64_t first_id, Best& best) {
+    const V16 scores = select(kept(cut, z, first_id), z + gumbel(uniform(words)), splat(-kInf));
+    const float top = hmax(scores);
+    if (!(top > best.score)) return;
+    best.score = top;
+    best.id = static_cast<int32_t>(first_id + __builtin_ctz(bits(scores == splat(top))));
+}
+
+// Lanes whose x may be small enough for `best`: x 2^31 <= 2^31 exp(z - best), with 2^f <= 1 + f in place of the
+// exponential's mantissa, so that its bits are a linear function of z.
+M16 may_reach(V16 z, I16 words, float best, float margin) {
+    constexpr float log2e = 1.44269504f, mantissa = 0x1p23f;
+    const V16 distance = max(splat(-80.0f), z - splat(best - margin));
+    const V16 bound = fma(distance, splat(log2e * mantissa), splat((127.0f + 31.0f) * mantissa));
+    return to_float(words) <= as_float(to_int(bound));
+}
+
+void race_block(const TokenRow& row, const Cut& cut, const NoiseKey& key, int64_t block, bool prune,
+                Best& best) {
+    V16 z[4];
+    I16 words[4];
+    load_block(row.values, row.vocab, block, z);
+    noise_words(key, block, words);
+    M16 close[4];
+    if (prune) {
+        const float margin = slack(best.score);
+        for (int i = 0; i < 4; i++) close[i] = may_reach(z[i], words[i], best.score, margin);
+        if (!any(close[0] | close[1] | close[2] | close[3])) return;
+    }
+    for (int i = 0; i < 4; i++) {
+        if (prune && !any(close[i])) continue;
+        score_tokens(cut, z[i], words[i], block * kTokenBlock + 16 * i, best);
+    }
+}
+
+Best race(const TokenRow& row, const Cut& cut, const NoiseKey& key, float start, bool prune,
+          int num_threads, Best* segment_best) {
+    parallel_tasks(row.segments(), num_threads, [&](int64_t s) {
+        Best best{start, -1};
+        for (int64_t b = row.first_block(s); b < row.last_block(s); b++) {
+            if (row.block_max[b] < cut.value) continue;
+            if (prune && row.block_max[b] + kMostNoise < best.score - slack(best.score)) continue;
+            race_block(row, cut, key, b, prune, best);
+        }
+        segment_best[s] = best;
+    });
+    Best best{start, -1};
+    for (int64_t s = 0; s < row.segments(); s++) {
+        if (segment_best[s].id >= 0 && segment_best[s].score > best.score) best = segment_best[s];
+    }
+    return best;
+}
+
+// Lowest id of the largest logit.
+int32_t greedy(const TokenRow& row, int num_threads) {
+    parallel_tasks(row.segments(), num_threads, [&](int64_t s) { find_block_max(row, s); });
+    const float top = row_max(row);
+    for (int64_t b = 0; b < row.blocks(); b++) {
+        if (row.block_max[b] != top) continue;
+        for (int64_t id = b * kTokenBlock; id < row.vocab && id < (b + 1) * kTokenBlock; id++) {
+            if (row.values[id] == top) return static_cast<int32_t>(id);
+        }
+    }
+    return 0;  // nothing but NaN
+}
+
+// z = logits / temperature, what is not finite as -inf; and the maxima of its blocks.
+void scale_segment(const float* logits, float temperature, float* z, const TokenRow& row,
+                   int64_t segment) {
+    const V16 t = splat(temperature), inf = splat(kInf);
+    for (int64_t b = row.first_block(segment); b < row.last_block(segment); b++) {
+        V16 x[4];
+        load_block(logits, row.vocab, b, x);
+        for (int i = 0; i < 4; i++) {
+            const int64_t at = b * kTokenBlock + 16 * i, left = row.vocab - at;
+            x[i] = x[i] / t;
+            x[i] = select(x[i] < inf, x[i], neg(inf));
+            if (left >= 16) {
+                store(z + at, x[i]);
+            } else if (left > 0) {
+                store_n(z + at, x[i], left);
+            }
+        }
+        row.block_max[b] = largest(x);
+    }
+}
+
+// Memory of one row.
+struct RowMemory {
+    float* z;
+    Best* segment_best;
+    uint64_t* keys;
+    TokenRow row;
+};
+
+RowMemory row_memory(const float* logits, int64_t vocab, bool filters) {
+    const int64_t segments = vocab / kTokenSegment + 1;
+    const auto floats = static_cast<size_t>(vocab + TokenRow::scratch_floats(vocab));
+    const size_t best_bytes = static_cast<size_t>(segments) * sizeof(Best);
+    auto* memory = static_cast<char*>(scratch(Scratch::sample, floats * sizeof(float) + best_bytes));
+    RowMemory m{};
+    m.segment_best = reinterpret_cast<Best*>(memory);
+    m.z = reinterpret_cast<float*>(memory + best_bytes);
+    m.row = {logits, m.z + vocab, nullptr, vocab};
+    m.row.segment_sum = m.row.block_max + m.row.blocks();
+    if (filters) {
+        m.keys = static_cast<uint64_t*>(
+            scratch(Scratch::sample_rows, static_cast<size_t>(vocab) * sizeof(uint64_t)));
+    }
+    return m;
+}
+
+void sample_row(const SampleArgs& a, int64_t r, int num_threads) {
+    const float* logits = a.logits + r * a.vocab;
+    const float temperature = a.temperature[r];
+    RowMemory m = row_memory(logits, a.vocab, a.top_k[r] > 0 || a.top_p[r] < 1.0f);
+    a.logprobs[r] = 0.0f;
+    if (temperature == 0.0f) {
+        a.token_ids[r] = greedy(m.row, num_threads);
+        return;
+    }
+    parallel_tasks(m.row.segments(), num_threads,
+                   [&](int64_t s) { scale_segment(logits, temperature, m.z, m.row, s); });
+    m.row.values = m.z;
+    const float top = row_max(m.row);
+    if (top == -kInf) {  // everything is forbidden
+        a.token_ids[r] = 0;
+        a.logprobs[r] = __builtin_nanf("");
+        return;
+    }
+    Cut cut = min_p_cut(top, a.min_p[r], Cut{});
+    cut = top_k_cut(m.row, a.top_k[r], cut, m.keys);
+    cut = top_p_cut(m.row, top, a.top_p[r], cut, m.keys);
+
+    const float log_total = log_sum(m.row, top, cut, num_threads);
+    const NoiseKey key(a.seeds[r], a.positions[r]);
+    Best best{-kInf, -1};
+    if (a.prune) {
+        best = race(m.row, cut, key, log_total - kStart, true, num_threads, m.segment_best);
+    }
+    if (best.id < 0) best = race(m.row, cut, key, -kInf, false, num_threads, m.segment_best);
+    a.token_ids[r] = best.id;
+    a.logprobs[r] = m.z[best.id] - log_total;
+}
+
+}  // namespace
+
+void sample(const SampleArgs& a) {
+    for_each_row(a.num_rows, a.vocab, a.num_threads,
+                 [&](int64_t r, int threads) { sample_row(a, r, threads); });
+}
+
+}  // namespace tlt::TLT_ISA

@@ -1,0 +1,1 @@
+"""Models: one decoder, and the readers of the files it is made from."""

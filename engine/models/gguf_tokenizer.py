@@ -1,0 +1,115 @@
+"""The tokenizer that the metadata of a GGUF file describe: byte-level BPE as GPT-2, Llama 3, Qwen2 and SmolLM do it.
+
+Owns the splitting patterns that a file only names. Knows nothing of weights. Invariant: a pattern that is not known
+is refused, since a wrong split gives wrong ids in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from engine.tokenizer import Tokenizer
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_PRE_TOKENIZERS = {
+    "gpt-2": "gpt2",
+    "smollm": "smollm",
+    "llama-bpe": "llama3",
+    "llama3": "llama3",
+    "llama-v3": "llama3",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+}
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer of a GGUF file.
+
+    Raises:
+        ValueError: it is of another kind, or its pre-tokenizer is not known.
+    """
+    backend = gguf_backend(metadata)
+    return Tokenizer(backend, gguf_tokenizer_config(metadata))
+
+
+def _family(metadata: Mapping[str, Any]) -> str:
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ValueError(
+            f"GGUF tokenizer model {kind!r} is not supported; supported: gpt2 (byte-level BPE)"
+        )
+    name = metadata.get("tokenizer.ggml.pre")
+    if name not in _PRE_TOKENIZERS:
+        raise ValueError(
+            f"GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(_PRE_TOKENIZERS)}"
+        )
+    return _PRE_TOKENIZERS[name]
+
+
+def gguf_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Vocabulary, merges, splitting and added tokens."""
+    family = _family(metadata)
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    kinds = list(zip(tokens, types, strict=True))
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    vocab = {token: i for i, (token, kind) in enumerate(kinds) if kind != _UNUSED}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, ignore_merges=family == "llama3")
+    )
+    if family == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _pre_tokenizer(family)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, kind in kinds if kind == _CONTROL]
+    )
+    backend.add_tokens(
+        [
+            AddedToken(t, special=False, normalized=False)
+            for t, kind in kinds
+            if kind == _USER_DEFINED
+        ]
+    )
+    return backend
+
+
+def _pre_tokenizer(family: str) -> pre_tokenizers.PreTokenizer:
+    if family == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if family == "smollm":
+        first = pre_tokenizers.Digits(individual_digits=True)
+        second = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    else:
+        pattern = _LLAMA3_SPLIT if family == "llama3" else _QWEN2_SPLIT
+        first = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        second = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([first, second])
+
+
+def gguf_tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of a ``tokenizer_config.json``."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token_id is not None:
+            config[f"{key}_token"] = tokens[token_id]
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token")
+    config["add_bos_token"] = bool(_family(metadata) == "llama3" if add_bos is None else add_bos)
+    config["add_eos_token"] = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    if template := metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return config

@@ -1,0 +1,168 @@
+"""The streaming API: partial outputs, cancelling, ids, errors that reach everybody who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from engine import LLM, AsyncEngine, RequestOutput, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama_dir: Path) -> Iterator[AsyncEngine]:
+    with AsyncEngine(str(tiny_llama_dir), kv_cache_bytes=1 << 20, num_threads=1) as engine:
+        yield engine
+
+
+async def collect(engine: AsyncEngine, *args: Any) -> list[RequestOutput]:
+    return [output async for output in engine.generate(*args)]
+
+
+def slowly(token_ids: list[int], logits: Tensor) -> Tensor:
+    """A processor that keeps a request alive for long enough to be caught running."""
+    time.sleep(0.002)
+    return logits
+
+
+def long_params(**more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=400, ignore_eos=True, logits_processors=[slowly], **more)
+
+
+def idle(engine: AsyncEngine) -> bool:
+    scheduler = engine.engine.scheduler
+    return not scheduler.has_unfinished and scheduler.kv.num_used_pages == 0
+
+
+def test_stream_grows_to_what_generate_gives(engine: AsyncEngine, tiny_llama_dir: Path) -> None:
+    params = SamplingParams(max_tokens=12, seed=3, n=2, ignore_eos=True)
+    stream = asyncio.run(collect(engine, "hello", params))
+    llm = LLM(str(tiny_llama_dir), kv_cache_bytes=1 << 20, num_threads=1)
+    expected = llm.generate("hello", params)[0]
+    assert [c.token_ids for c in stream[-1].outputs] == [c.token_ids for c in expected.outputs]
+    assert stream[-1].finished
+    assert not stream[0].finished
+    for before, after in zip(stream, stream[1:], strict=False):
+        for old, new in zip(before.outputs, after.outputs, strict=True):
+            assert new.text.startswith(old.text)
+            assert new.token_ids[: len(old.token_ids)] == old.token_ids
+
+
+def test_many_streams_at_once_do_not_disturb_each_other(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        params = [SamplingParams(max_tokens=10, seed=i, ignore_eos=True) for i in range(12)]
+        together = await asyncio.gather(*(collect(engine, f"p{i}", p) for i, p in enumerate(params)))
+        for i, p in enumerate(params):
+            alone = await collect(engine, f"p{i}", p)
+            assert alone[-1].outputs == together[i][-1].outputs
+
+    asyncio.run(run())
+
+
+def test_leaving_a_stream_frees_its_pages_and_its_id(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        params = long_params()
+        for _ in range(3):
+            stream = engine.generate("x", params, "reused")
+            async for output in stream:
+                if len(output.outputs[0].token_ids) > 3:
+                    break
+            await stream.aclose()
+        assert await engine.abort("reused") is False
+
+    asyncio.run(run())
+    assert idle(engine)
+
+
+def test_abort_ends_the_stream_with_what_there_is(engine: AsyncEngine) -> None:
+    async def run() -> RequestOutput:
+        last = None
+        async for output in engine.generate(
+            "x", long_params(), "victim"
+        ):
+            last = output
+            if len(output.outputs[0].token_ids) >= 5 and not output.finished:
+                assert await engine.abort("victim")
+        assert last is not None
+        return last
+
+    last = asyncio.run(run())
+    assert last.finished
+    assert last.outputs[0].finish_reason == "abort"
+    assert 5 <= len(last.outputs[0].token_ids) < 400
+    assert idle(engine)
+
+
+def test_cancelling_a_task_aborts_its_request(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        params = long_params()
+        task = asyncio.create_task(collect(engine, "x", params, "cancelled"))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.abort("cancelled")
+
+    asyncio.run(run())
+    assert idle(engine)
+
+
+def test_bad_requests_raise_and_others_go_on(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        good = asyncio.create_task(collect(engine, "x", params, "good"))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="empty"):
+            await collect(engine, "")
+        with pytest.raises(ValueError, match="allowed_token_ids"):
+            await collect(engine, "x", SamplingParams(allowed_token_ids=[999]))
+        async for _ in engine.generate("x", SamplingParams(max_tokens=50, ignore_eos=True), "twin"):
+            with pytest.raises(ValueError, match="in use"):
+                await collect(engine, "y", params, "twin")
+            break
+        assert (await good)[-1].outputs[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_close_ends_streams_and_later_calls_raise(tiny_llama_dir: Path) -> None:
+    engine = AsyncEngine(str(tiny_llama_dir), kv_cache_bytes=1 << 20, num_threads=1)
+
+    async def run() -> None:
+        stream = engine.generate("x", long_params())
+        await anext(stream)
+        await asyncio.to_thread(engine.close)
+        last = [output async for output in stream][-1]
+        assert last.outputs[0].finish_reason == "abort"
+        with pytest.raises(RuntimeError, match="closed"):
+            await collect(engine, "x")
+
+    asyncio.run(run())
+    engine.close()
+
+
+def test_a_failing_step_reaches_every_stream(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches streams that wait for ever when the engine's thread has died."""
+    engine = AsyncEngine(str(tiny_llama_dir), kv_cache_bytes=1 << 20, num_threads=1)
+
+    def explode(*args: object) -> None:
+        raise RuntimeError("hardware on fire")
+
+    async def run() -> None:
+        monkeypatch.setattr(engine.engine.runner, "forward", explode)
+        results = await asyncio.gather(
+            collect(engine, "x"), collect(engine, "y"), return_exceptions=True
+        )
+        assert all(isinstance(r, RuntimeError) for r in results)
+        with pytest.raises(RuntimeError):
+            await collect(engine, "z")
+
+    asyncio.run(run())
+    engine.close()
