@@ -62,6 +62,11 @@ class Contestant(Protocol):
         """Seconds from a prompt that was never seen to the logits behind it."""
         ...
 
-    def pass_s(self, context_ids: Sequence[int], row_ids: Sequence[int]) -> float:
-        """Seconds of one forward over ``row_ids`` behind a cached context, logits of every row included."""
+    def pass_s(
+        self, context_ids: Sequence[int], rows: Sequence[Sequence[int]], repeats: int
+    ) -> list[float]:
+        """Seconds of one forward over each of ``rows`` (token ids) behind a cached context, the best of ``repeats``.
+
+        Logits of every row are computed; the context is cached once, before.
+        """
         ...

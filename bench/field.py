@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from bench.contestant import Contestant
-from bench.harness import interleave
+from bench.harness import agreement, interleave
 from bench.machine import Ceilings, Probe, Rates
 from bench.ours import OurEngine
+from bench.workloads import uniform_jobs
+from engine.models.loader import open_checkpoint
 
 T = TypeVar("T")
 
@@ -71,6 +73,24 @@ class Field:
         self._rates += rates
         return Rounds(rates, results)  # type: ignore[arg-type]
 
+    def check_peers(self) -> dict[str, dict[str, int]]:
+        """Print and record how much of each peer's greedy text is the engine's.
+
+        In fp32 everything should agree; types that round activations part at near-ties.
+        """
+        if not self.peers:
+            return {}
+        tokenizer = self.ours.encoder
+        jobs = uniform_jobs(tokenizer, num_seqs=4, prompt_len=24, num_tokens=24)
+        self.prepare(num_seqs=len(jobs), max_len=64)
+        expected = self.ours.generate(jobs, 0.0).token_ids
+        found = {}
+        for peer in self.peers:
+            same, total = agreement(expected, peer.generate(jobs, 0.0).token_ids)
+            print(f"check: {peer.name} agrees with greedy prefixes of {same} of {total} tokens")
+            found[peer.name] = {"agreeing_tokens": same, "tokens": total}
+        return found
+
     def ceilings(self) -> Ceilings:
         """Medians over all rounds so far."""
         return self.probe.ceilings(self._rates or [self.probe.sample()])
@@ -106,21 +126,8 @@ def _need(module: str, package: str) -> None:
         raise ValueError(f"--peer: {package} is not installed; run `make bench-peers`")
 
 
-def _hf_directory(model: str):  # type: ignore[no-untyped-def]
-    from engine.models.loader import open_checkpoint
-
+def _hf_directory(model: str) -> Path:
     path = open_checkpoint(model).path
     if not path.is_dir():
         raise ValueError(f"--peer transformers needs smollm2 or an HF directory, got {model!r}")
     return path
-
-
-def report_agreement(
-    label: str, expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]
-) -> dict[str, int]:
-    """Print and record how much of the greedy output of a peer is that of the engine."""
-    from bench.harness import agreement
-
-    same, total = agreement(expected, got)
-    print(f"{label}: {same} of {total} tokens are in greedy prefixes that agree", file=sys.stdout)
-    return {"agreeing_tokens": same, "tokens": total}

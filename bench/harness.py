@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,15 +33,6 @@ class Samples:
     def spread(self) -> float:
         """(largest - smallest) / median; differences below it are noise."""
         return (max(self.values) - min(self.values)) / self.median if self.median else 0.0
-
-    def record(self, unit: str) -> dict[str, float]:
-        """For the JSON line, with the unit in the names."""
-        return {
-            f"median_{unit}": self.median,
-            f"min_{unit}": min(self.values),
-            f"max_{unit}": max(self.values),
-            "rounds": len(self.values),
-        }
 
 
 def interleave(variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
@@ -82,13 +73,17 @@ def _cell(value: Any) -> str:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """The last line of a bench: floats to six significant digits, no newline inside."""
+    """The last line of a bench: records as objects, floats to six significant digits, no newline inside."""
     return json.dumps(_rounded(record), ensure_ascii=False)
 
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}")
+    if isinstance(value, Samples):
+        return {"median": _rounded(value.median), "values": _rounded(value.values)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return _rounded(asdict(value))
     if isinstance(value, Mapping):
         return {str(k): _rounded(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

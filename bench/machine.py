@@ -117,12 +117,13 @@ class Probe:
         )
 
     def _calibrate(self, isa: str, kind: str) -> int:
-        """Iterations that take about ``MIN_FMA_S``."""
-        iterations = 1 << 12
-        while iterations < 1 << 30:
+        """Iterations that take about ``MIN_FMA_S`` at the best rate seen, so that a busy moment cannot shorten them."""
+        iterations, best = 1 << 16, 0.0
+        while iterations < 1 << 26:
             start = time.perf_counter()
             ceiling_work(isa, kind, self.num_threads, iterations=iterations)
-            if time.perf_counter() - start >= MIN_FMA_S:
+            best = max(best, iterations / (time.perf_counter() - start))
+            if iterations >= best * MIN_FMA_S:
                 break
             iterations *= 2
         return iterations

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", help="smollm2, an HF directory or a GGUF file")
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2, an HF directory or a GGUF file"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--ops", default="auto", choices=("auto", "native", "reference"))
     parser.add_argument("--num-threads", type=int, default=None, help="default: one a core")
@@ -57,7 +59,7 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[:TYPE]",
-        help="also run transformers[:bfloat16|:float32] or llama.cpp[:bf16|:f32|:q8_0|:q4_1] "
+        help="also run transformers[:bfloat16|:float32] or llama.cpp[:bf16|:f32|:q8_0|:source] "
         "(default: bfloat16, bf16); may be given several times",
     )
 

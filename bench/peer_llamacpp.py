@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
+import llama_cpp as _api  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from bench.contestant import Generation
 from bench.workloads import Job
+
+llama_cpp: Any = _api  # its handles are typed as optional, its functions as taking none
 
 _silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
 
@@ -132,19 +134,23 @@ class LlamaCppPeer:
         self._greedy(1)
         return time.perf_counter() - start
 
-    def pass_s(self, context_ids: Sequence[int], row_ids: Sequence[int]) -> float:
+    def pass_s(
+        self, context_ids: Sequence[int], rows: Sequence[Sequence[int]], repeats: int
+    ) -> list[float]:
         self._clear()
         self._decode([Row(token, i, 0, False) for i, token in enumerate(context_ids)])
-        base = len(context_ids)
-        rows = [Row(token, base + i, 0, True) for i, token in enumerate(row_ids)]
-        seconds = []
-        for _ in range(2):  # the first call of a shape builds its graph
-            memory = llama_cpp.llama_get_memory(self._context)
-            llama_cpp.llama_memory_seq_rm(memory, 0, base, -1)
-            start = time.perf_counter()
-            self._decode(rows)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
+        base, memory = len(context_ids), llama_cpp.llama_get_memory(self._context)
+        best = []
+        for row_ids in rows:
+            batch = [Row(token, base + i, 0, True) for i, token in enumerate(row_ids)]
+            seconds = []
+            for _ in range(repeats + 1):  # the first call of a shape builds its graph
+                llama_cpp.llama_memory_seq_rm(memory, 0, base, -1)
+                start = time.perf_counter()
+                self._decode(batch)
+                seconds.append(time.perf_counter() - start)
+            best.append(min(seconds[1:]))
+        return best
 
     # ---- llama.cpp's own terms
 

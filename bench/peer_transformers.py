@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils.logging import disable_progress_bar
 
 from bench.contestant import Generation
 from bench.workloads import Job
@@ -33,6 +34,7 @@ class TransformersPeer:
         self.name = f"transformers {'bf16' if dtype == 'bfloat16' else 'fp32'}"
         self._num_threads = num_threads
         torch.set_num_threads(num_threads)
+        disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
@@ -86,18 +88,23 @@ class TransformersPeer:
         return time.perf_counter() - start
 
     @torch.inference_mode()
-    def pass_s(self, context_ids: Sequence[int], row_ids: Sequence[int]) -> float:
+    def pass_s(
+        self, context_ids: Sequence[int], rows: Sequence[Sequence[int]], repeats: int
+    ) -> list[float]:
         torch.set_num_threads(self._num_threads)
         cache = DynamicCache(config=self._model.config)
         self._step(torch.tensor([list(context_ids)]), None, cache, 0.0)
-        rows = torch.tensor([list(row_ids)])
-        seconds = []
-        for _ in range(2):
-            cache.crop(len(context_ids))
-            start = time.perf_counter()
-            self._model(rows, past_key_values=cache, use_cache=True)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
+        best = []
+        for row_ids in rows:
+            ids = torch.tensor([list(row_ids)])
+            seconds = []
+            for _ in range(repeats + 1):
+                cache.crop(len(context_ids))
+                start = time.perf_counter()
+                self._model(ids, past_key_values=cache, use_cache=True)
+                seconds.append(time.perf_counter() - start)
+            best.append(min(seconds[1:]))
+        return best
 
     def _step(
         self, ids: Tensor, mask: Tensor | None, cache: DynamicCache, temperature: float

@@ -32,6 +32,11 @@ class ModelShape:
         return self.num_layers * (attention + 3 * self.hidden * self.mlp)
 
     @property
+    def last_params(self) -> int:
+        """Weights of one layer behind its attention."""
+        return self.hidden * (self.num_q_heads * self.head_dim + 3 * self.mlp)
+
+    @property
     def head_params(self) -> int:
         return self.vocab * self.hidden
 
@@ -56,17 +61,23 @@ class Work:
     def compute_s(self, gflop_s: float) -> float:
         return self.flops / (gflop_s * 1e9)
 
-    def floor_s(self, read_gb_s: float, gflop_s: float) -> float:
-        """The roofline: no less than either ceiling allows."""
-        return max(self.memory_s(read_gb_s), self.compute_s(gflop_s))
+
+def total(passes: Sequence[Work]) -> Work:
+    return sum(passes, Work())
+
+
+def floor_s(passes: Sequence[Work], read_gb_s: float, gflop_s: float) -> float:
+    """The roofline of passes that follow each other: each takes at least as long as either ceiling allows."""
+    return sum(max(work.memory_s(read_gb_s), work.compute_s(gflop_s)) for work in passes)
 
 
 def pass_work(shape: ModelShape, spans: Sequence[tuple[int, int]], num_logit_rows: int) -> Work:
     """Work of one forward over sequences given as (tokens already cached, new rows).
 
     Every weight is read once; the head only where logits are asked for; each sequence's cached keys and values are
-    read once and its new ones written once; row r of a span attends to cached + r + 1 keys. A multiply-add is 2 FLOPs.
-    Norms, rope and activations are left out: below 1% of either count.
+    read once and its new ones written once; row r of a span attends to cached + r + 1 keys. Rows without logits need
+    nothing of the last layer behind its attention. A multiply-add is 2 FLOPs. Norms, rope and activations are left
+    out: below 1% of either count.
     """
     rows = sum(new for _, new in spans)
     keys = sum(new * cached + new * (new + 1) // 2 for cached, new in spans)
@@ -76,20 +87,23 @@ def pass_work(shape: ModelShape, spans: Sequence[tuple[int, int]], num_logit_row
         num_bytes=float(weights * shape.weight_itemsize + kv_tokens * shape.kv_bytes_per_token),
         flops=float(
             2 * rows * shape.linear_params
+            - 2 * (rows - num_logit_rows) * shape.last_params
             + 2 * num_logit_rows * shape.head_params
             + 4 * keys * shape.num_layers * shape.num_q_heads * shape.head_dim
         ),
     )
 
 
-def decode_work(shape: ModelShape, context_lens: Sequence[int], num_steps: Sequence[int]) -> Work:
-    """Work of decoding sequences together from the given context lengths, sequence i for num_steps[i] steps."""
-    total = Work()
+def decode_passes(
+    shape: ModelShape, context_lens: Sequence[int], num_steps: Sequence[int]
+) -> list[Work]:
+    """Decoding sequences together from the given context lengths, sequence i for num_steps[i] steps."""
+    passes = []
     for step in range(max(num_steps, default=0)):
         spans = [
             (context + step, 1)
             for context, steps in zip(context_lens, num_steps, strict=True)
             if step < steps
         ]
-        total += pass_work(shape, spans, len(spans))
-    return total
+        passes.append(pass_work(shape, spans, len(spans)))
+    return passes

@@ -115,16 +115,22 @@ def test_company_chunks_cache_and_preemption_change_no_bit(
         llm.engine.scheduler.check()
 
 
-def test_64_requests_that_preempt_each_other(lab: Lab) -> None:
-    prompts = [{"prompt_token_ids": [(i * 7 + j) % 256 for j in range(20 + i)]} for i in range(64)]
-    params = [params_of(i, max_tokens=20) for i in range(64)]
-    expected = [
-        bits(lab.alone.generate(p, s)[0]) for p, s in zip(prompts, params, strict=True)
-    ]
-    before = lab.others["preempting"].stats()["num_preemptions"]
+def check_against_alone(lab: Lab, prompts: list[Any], params: list[SamplingParams]) -> None:
+    expected = [bits(lab.alone.generate(p, s)[0]) for p, s in zip(prompts, params, strict=True)]
     for name, llm in lab.others.items():
         got = [bits(o) for o in llm.generate(prompts, params, use_tqdm=False)]
         assert got == expected, name
+
+
+def test_alone_or_in_a_batch_of_64(lab: Lab) -> None:
+    prompts = [{"prompt_token_ids": [(i * 7 + j) % 256 for j in range(20 + i)]} for i in range(64)]
+    check_against_alone(lab, prompts, [params_of(i, max_tokens=6) for i in range(64)])
+
+
+def test_requests_that_preempt_each_other(lab: Lab) -> None:
+    prompts = [{"prompt_token_ids": [i] * 20} for i in range(12)]
+    before = lab.others["preempting"].stats()["num_preemptions"]
+    check_against_alone(lab, prompts, [params_of(i, max_tokens=60) for i in range(12)])
     assert lab.others["preempting"].stats()["num_preemptions"] > before
 
 

@@ -31,8 +31,8 @@ def model(**changes: Any) -> ModelConfig:
 def test_defaults_are_those_of_transformers() -> None:
     llama = model()
     assert (llama.head_dim, llama.rms_norm_eps, llama.rope.theta) == (16, 1e-6, 10000.0)
-    assert not (llama.qkv_bias or llama.o_bias or llama.mlp_bias or llama.qk_norm)
-    assert not llama.tied_head
+    flags = (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm, llama.tied_head)
+    assert flags == (False,) * 5
     assert model(num_key_value_heads=None).num_kv_heads == 4
     qwen2 = model(architectures=["Qwen2ForCausalLM"], attention_bias=False)
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)

@@ -144,16 +144,19 @@ class BlockAttention {
     // Fills the chunk with what any row of the block reads of it through the page table, once.
     void load(int64_t start) {
         if (loaded_) return;
-        int64_t begin = kChunk, end = 0, limit = 0;
+        int64_t begin = kChunk, end = 0, limit = 0, pages_after = 0;
         for (int64_t row = block_.row_begin; row < block_.row_end; row++) {
             const Span s = row_span(a_, row);
             limit = greater(limit, lesser(kChunk, s.end - start));
             const int64_t from = greater(s.begin - start, 0), to = lesser(s.tail - start, kChunk);
+            const int64_t after = (s.tail - start - kChunk + kPageTokens - 1) / kPageTokens;
+            pages_after = greater(pages_after, after);
             if (from >= to) continue;
             begin = lesser(begin, from);
             end = greater(end, to);
         }
-        load_pages(w_.chunk, cache_, pages_ + start / kPageTokens, begin, end, limit);
+        load_pages(w_.chunk, cache_, pages_ + start / kPageTokens, begin, end, limit,
+                   pages_after);
         loaded_ = true;
         shared_end_ = end;
     }

@@ -15,6 +15,7 @@
 namespace tlt::TLT_ISA {
 
 inline constexpr int64_t kChunk = 64;  // keys; chunk c holds logical positions [64 c, 64 c + 64)
+inline constexpr int64_t kChunkPages = kChunk / kPageTokens;
 
 struct Chunk {
     float* keys;      // [round up D to 32][kChunk]
@@ -23,31 +24,31 @@ struct Chunk {
     int64_t head_dim, value_cols;
 };
 
-// Sixteen keys, one per lane: keys[d][column + lane] = rows[lane][d].
-static inline void load_keys16(const Chunk& c, const uint16_t* const rows[16], int64_t column) {
-    const I16 upper = splat_i(static_cast<int32_t>(0xffff0000u));
-    for_lanes(c.head_dim / 2, [&](int64_t pair, auto n) {  // two bf16 travel as one 32-bit element
-        I16 t[16];
-        for (int i = 0; i < 16; i++) {
-            const auto* from = reinterpret_cast<const int32_t*>(rows[i]) + pair;
-            t[i] = load_i_n(from, n);
-        }
-        transpose16(t);
-        float* to = c.keys + 2 * pair * kChunk + column;
-        for (int i = 0; i < 16; i++) {
-            store(to + 2 * i * kChunk, as_float(shl<16>(t[i])));
-            store(to + (2 * i + 1) * kChunk, as_float(t[i] & upper));
-        }
-    });
-}
-
-static inline void load_keys16(const Chunk& c, const float* const rows[16], int64_t column) {
-    for_lanes(c.head_dim, [&](int64_t d, auto n) {
-        I16 t[16];
-        for (int i = 0; i < 16; i++) t[i] = as_int(load_n(rows[i] + d, n));
-        transpose16(t);
-        for (int i = 0; i < 16; i++) store(c.keys + (d + i) * kChunk + column, as_float(t[i]));
-    });
+// Sixteen keys, one per lane: keys[d][column + lane] = row(lane)[d].
+template <class T, class Row>
+static inline void load_keys16(const Chunk& c, Row row, int64_t column) {
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+        const I16 upper = splat_i(static_cast<int32_t>(0xffff0000u));
+        for_lanes(c.head_dim / 2, [&](int64_t pair, auto n) {  // two bf16 travel as one element
+            I16 t[16];
+            for (int i = 0; i < 16; i++) {
+                t[i] = load_i_n(reinterpret_cast<const int32_t*>(row(i)) + pair, n);
+            }
+            transpose16(t);
+            float* to = c.keys + 2 * pair * kChunk + column;
+            for (int i = 0; i < 16; i++) {
+                store(to + 2 * i * kChunk, as_float(shl<16>(t[i])));
+                store(to + (2 * i + 1) * kChunk, as_float(t[i] & upper));
+            }
+        });
+    } else {
+        for_lanes(c.head_dim, [&](int64_t d, auto n) {
+            I16 t[16];
+            for (int i = 0; i < 16; i++) t[i] = as_int(load_n(row(i) + d, n));
+            transpose16(t);
+            for (int i = 0; i < 16; i++) store(c.keys + (d + i) * kChunk + column, as_float(t[i]));
+        });
+    }
 }
 
 template <class T>
@@ -63,22 +64,54 @@ struct HeadCache {
     int64_t stride;
 };
 
+// Asks for a page's rows of one head ahead of their use: they lie apart, where the hardware foresees them badly.
+template <class T>
+static inline void prefetch_page(const HeadCache<T>& cache, int64_t page, int64_t head_dim) {
+    const auto row_bytes = static_cast<int64_t>(sizeof(T)) * head_dim;
+    for (int64_t i = 0; i < kPageTokens; i++) {
+        const int64_t at = (page * kPageTokens + i) * cache.stride;
+        const auto *k = reinterpret_cast<const char*>(cache.k + at);
+        const auto *v = reinterpret_cast<const char*>(cache.v + at);
+        for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+            __builtin_prefetch(k + byte, 0, 2);
+            __builtin_prefetch(v + byte, 0, 2);
+        }
+    }
+}
+
+// A page of which only some keys are present: those at offsets [begin, end) of the chunk; zeros for the others.
+template <class T>
+static inline void load_partial_page(const Chunk& c, const HeadCache<T>& cache,
+                                     const int32_t* pages, int64_t column, int64_t begin,
+                                     int64_t end) {
+    const bool used = begin < column + kPageTokens && column < end;
+    const int64_t slot = used ? pages[column / kPageTokens] * kPageTokens : 0;
+    const T *k[kPageTokens], *v[kPageTokens], *zero_row = reinterpret_cast<const T*>(c.zero_row);
+    for (int64_t i = 0; i < kPageTokens; i++) {
+        const bool present = begin <= column + i && column + i < end;
+        k[i] = present ? cache.k + (slot + i) * cache.stride : zero_row;
+        v[i] = present ? cache.v + (slot + i) * cache.stride : zero_row;
+    }
+    load_keys16<T>(c, [&](int64_t i) { return k[i]; }, column);
+    for (int64_t i = 0; i < kPageTokens; i++) load_value(c, v[i], column + i);
+}
+
 // Logical offsets [begin, end) of the chunk from `pages` (its first page first), zeros elsewhere below `limit`.
+// Of the pages after the chunk, as many as `pages_after` are prefetched.
 template <class T>
 static inline void load_pages(const Chunk& c, const HeadCache<T>& cache, const int32_t* pages,
-                              int64_t begin, int64_t end, int64_t limit) {
-    const T* zero_row = reinterpret_cast<const T*>(c.zero_row);
-    for (int64_t column = 0; column < limit; column += kPageTokens) {
-        const bool used = begin < column + kPageTokens && column < end;
-        const int64_t slot = used ? pages[column / kPageTokens] * kPageTokens : 0;
-        const T *k[kPageTokens], *v[kPageTokens];
-        for (int64_t i = 0; i < kPageTokens; i++) {
-            const bool present = begin <= column + i && column + i < end;
-            k[i] = present ? cache.k + (slot + i) * cache.stride : zero_row;
-            v[i] = present ? cache.v + (slot + i) * cache.stride : zero_row;
+                              int64_t begin, int64_t end, int64_t limit, int64_t pages_after) {
+    for (int64_t page = 0; page * kPageTokens < limit; page++) {
+        const int64_t column = page * kPageTokens;
+        if (page < pages_after) prefetch_page(cache, pages[kChunkPages + page], c.head_dim);
+        if (column < begin || end < column + kPageTokens) {
+            load_partial_page(c, cache, pages, column, begin, end);
+            continue;
         }
-        load_keys16(c, k, column);
-        for (int64_t i = 0; i < kPageTokens; i++) load_value(c, v[i], column + i);
+        const int64_t at = pages[page] * kPageTokens * cache.stride;
+        const T *k = cache.k + at, *v = cache.v + at;
+        load_keys16<T>(c, [&](int64_t i) { return k + i * cache.stride; }, column);
+        for (int64_t i = 0; i < kPageTokens; i++) load_value(c, v + i * cache.stride, column + i);
     }
 }
 

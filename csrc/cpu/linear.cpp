@@ -1,22 +1,27 @@
 // `linear` on the CPU: out [R, N] = x [R, K] @ weight^T + bias, fp32 accumulation.
 //
-// Owns: how rows, panels and threads are cut. Does not know: what a tile computes (cpu/linear_tile.h).
-// Rows are cut into even groups of at most kMaxRows and repacked as x[k][row of group]. A thread takes a range of
-// panels (and, where there are more threads than panels feed, a range of groups) and keeps a block of panels in its
-// L2 cache while all its groups pass over it, so that the weight is read from memory once whatever the number of rows.
-// Invariant: cutting changes which tile computes an element, never the order in which it is accumulated.
-#include <omp.h>
-
+// Owns: how rows, panels and threads are cut. Does not know: what a tile computes
+// (cpu/linear_tile.h). Rows are cut into even groups of at most kMaxRows and repacked as x[step][row
+// of group]. A unit of work is a block of panels that fits in a thread's L2 cache with a range of
+// groups passing over it, so that the weight is read from memory once whatever the number of rows.
+// Threads walk contiguous ranges of units. Invariant: cutting changes which tile computes an element,
+// never the order in which it is accumulated.
 #include "common/scratch.h"
 #include "cpu/kernels.h"
 #include "cpu/linear_pack.h"
 #include "cpu/linear_tile.h"
+#include "cpu/parallel.h"
+#include "cpu/transpose.h"
 #include "cpu/vec.h"
 
 namespace tlt::TLT_ISA {
 namespace {
 
-constexpr int64_t kBlockBytes = 256 << 10;  // of weights, in a thread's L2
+constexpr int64_t kStreamBytes = 48 << 10;  // of a block that one group passes over: a few microseconds
+constexpr int64_t kCacheBytes = 256 << 10;  // of a block that several groups pass over: in L2
+constexpr int64_t kUnitsPerThread = 8;
+constexpr int64_t kSmallWork = 32 << 10;  // multiply-adds that are done before a thread has woken up
+constexpr int64_t kSmallPack = 16 << 10;  // elements that the caller repacks alone
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -30,49 +35,8 @@ struct RowGroups {
         return g * (num_rows / num_groups) + smaller(g, num_rows % num_groups);
     }
     int size(int64_t g) const { return static_cast<int>(first(g + 1) - first(g)); }
+    int largest() const { return size(0); }
 };
-
-// What a thread computes: panels [panel, panel_end) of groups [group, group_end).
-struct Part {
-    int64_t panel, panel_end, group, group_end;
-};
-
-// Threads as a grid of `across` ranges of panels by `num_threads / across` ranges of groups, by the least work of the
-// busiest thread; on equal terms fewer ranges of groups, since each of those reads the weight again.
-Part part_of(int64_t panels, int64_t groups, int num_threads, int thread) {
-    int best = num_threads;
-    int64_t least = INT64_MAX;
-    for (int across = num_threads; across >= 1; across--) {
-        if (num_threads % across != 0) continue;
-        const int64_t work = ceil_div(panels, across) * ceil_div(groups, num_threads / across);
-        if (work < least) best = across, least = work;
-    }
-    const int down = num_threads / best;
-    const int64_t i = thread % best, j = thread / best;
-    return {panels * i / best, panels * (i + 1) / best, groups * j / down, groups * (j + 1) / down};
-}
-
-// Rows [first, first + size) of x as packed[step][size], steps [step, step_end). A step is one k.
-void pack_group(const float* x, int64_t k, int64_t first, int size, int64_t step, int64_t step_end,
-                float* packed) {
-    for (int m = 0; m < size; m++) {
-        const float* row = x + (first + m) * k;
-        for (int64_t i = step; i < step_end; i++) packed[i * size + m] = row[i];
-    }
-}
-
-// The same in bf16, a step being a pair of k; K is padded with zero.
-[[maybe_unused]] void pack_group(const float* x, int64_t k, int64_t first, int size, int64_t step,
-                                 int64_t step_end, uint32_t* packed) {
-    for (int m = 0; m < size; m++) {
-        const float* row = x + (first + m) * k;
-        for (int64_t i = step; i < step_end; i++) {
-            const uint32_t low = float_to_bf16(row[2 * i]);
-            const uint32_t high = 2 * i + 1 < k ? float_to_bf16(row[2 * i + 1]) : 0;
-            packed[i * size + m] = low | high << 16;
-        }
-    }
-}
 
 template <class Kind>
 struct Problem {
@@ -83,6 +47,30 @@ struct Problem {
     int64_t steps;    // of packed x
     const X* packed;  // group g at packed + steps * groups.first(g)
 };
+
+// Rows of a group as packed[step][size]. Whole vectors are stored, so that the end of one step is
+// overwritten by the next; only the last ones are cut to size.
+template <class Kind>
+void pack_group(const Problem<Kind>& q, int64_t group, typename Kind::X* packed) {
+    const int64_t k = q.weight.k, first = q.groups.first(group);
+    const int size = q.groups.size(group);
+    auto* to = reinterpret_cast<int32_t*>(packed + q.steps * first);
+    for (int64_t step = 0; step < q.steps; step += 16) {
+        const int64_t count = smaller(16, q.steps - step);
+        I16 words[16];
+        for (int m = 0; m < size; m++) words[m] = Kind::words(q.args.x + (first + m) * k, step, k);
+        for (int m = size; m < 16; m++) words[m] = splat_i(0);
+        transpose16(words);
+        const bool last = step + 16 >= q.steps;
+        for (int64_t i = 0; i < count; i++, to += size) {
+            if (last) {
+                store_i_n(to, words[i], size);
+            } else {
+                store_i(to, words[i]);
+            }
+        }
+    }
+}
 
 template <class Kind, int M, int P>
 void run_tile(const Problem<Kind>& q, int64_t group, int64_t panel) {
@@ -122,54 +110,49 @@ void sweep_rows(const Problem<Kind>& q, int64_t group, int64_t panel, int64_t pa
     }
 }
 
-template <class Kind>
-void run_part(const Problem<Kind>& q, const Part& part) {
-    int64_t block = part.panel_end - part.panel;
-    if (part.group_end - part.group > 1) {
-        const int64_t unit = tile_panels(kMaxRows);
-        const int64_t units = kBlockBytes / (unit * q.weight.panel_bytes);
-        block = unit * (units > 0 ? units : 1);
-    }
-    for (int64_t p = part.panel; p < part.panel_end; p += block) {
-        const int64_t end = smaller(p + block, part.panel_end);
-        for (int64_t g = part.group; g < part.group_end; g++) sweep_rows<Kind>(q, g, p, end);
-    }
+// Panels by groups, cut into units; unit i has block i / num_chunks and range of groups i % num_chunks.
+struct Units {
+    int64_t block;  // panels
+    int64_t num_blocks, num_chunks;
+};
+
+Units units_of(const LinearWeight& w, const RowGroups& groups, int num_threads) {
+    const int64_t width = tile_panels(groups.largest());
+    const int64_t bytes = groups.num_groups == 1 ? kStreamBytes : kCacheBytes;
+    const int64_t tiles = bytes / (width * w.panel_bytes + 1);
+    const int64_t block = width * (tiles > 0 ? tiles : 1), num_blocks = ceil_div(w.panels, block);
+    const int64_t chunks = ceil_div(kUnitsPerThread * num_threads, num_blocks);
+    return {block, num_blocks, smaller(chunks, groups.num_groups)};
 }
 
-// This thread's share of the packing: its range of steps, of every group.
 template <class Kind>
-void pack_share(const Problem<Kind>& q, typename Kind::X* packed, int thread, int num_threads) {
-    const int64_t step = q.steps * thread / num_threads;
-    const int64_t step_end = q.steps * (thread + 1) / num_threads;
-    for (int64_t g = 0; g < q.groups.num_groups; g++) {
-        const int64_t first = q.groups.first(g);
-        pack_group(q.args.x, q.weight.k, first, q.groups.size(g), step, step_end,
-                   packed + q.steps * first);
-    }
+void run_unit(const Problem<Kind>& q, const Units& units, int64_t i) {
+    const int64_t panel = i / units.num_chunks * units.block, chunk = i % units.num_chunks;
+    const int64_t panel_end = smaller(panel + units.block, q.weight.panels);
+    const int64_t group = q.groups.num_groups * chunk / units.num_chunks;
+    const int64_t group_end = q.groups.num_groups * (chunk + 1) / units.num_chunks;
+    for (int64_t g = group; g < group_end; g++) sweep_rows<Kind>(q, g, panel, panel_end);
 }
 
 template <class Kind>
 void linear_of(const LinearArgs& args) {
-    const LinearWeight& w = *args.weight;
     using X = typename Kind::X;
-    Problem<Kind> q{args, w, RowGroups(args.num_rows), Kind::kPairs ? (w.k + 1) / 2 : w.k,
-                    nullptr};
-    X* packed = nullptr;
-    if (args.num_rows == 1 && !Kind::kPairs) {
-        q.packed = reinterpret_cast<const X*>(args.x);  // one row is packed as it is
+    const LinearWeight& w = *args.weight;
+    const int threads = args.num_rows * w.n * w.k < kSmallWork ? 1 : args.num_threads;
+    Problem<Kind> q{args, w, RowGroups(args.num_rows), Kind::steps(w.k), nullptr};
+    if (args.num_rows == 1 && Kind::kOneRowIsPacked) {
+        q.packed = reinterpret_cast<const X*>(args.x);
     } else {
-        const size_t bytes = static_cast<size_t>(q.steps * args.num_rows) * sizeof(X);
-        q.packed = packed = static_cast<X*>(scratch(Scratch::linear_x, bytes));
+        const int64_t count = q.steps * args.num_rows;
+        auto* packed =
+            static_cast<X*>(scratch(Scratch::linear_x, static_cast<size_t>(count) * sizeof(X)));
+        parallel_tasks(q.groups.num_groups, count < kSmallPack ? 1 : threads,
+                       [&](int64_t group) { pack_group<Kind>(q, group, packed); });
+        q.packed = packed;
     }
-#pragma omp parallel num_threads(args.num_threads)
-    {
-        const int thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        if (packed != nullptr) {
-            pack_share<Kind>(q, packed, thread, num_threads);
-#pragma omp barrier
-        }
-        run_part<Kind>(q, part_of(w.panels, q.groups.num_groups, num_threads, thread));
-    }
+    const Units units = units_of(w, q.groups, threads);
+    parallel_lanes(units.num_blocks * units.num_chunks, threads,
+                   [&](int64_t i) { run_unit<Kind>(q, units, i); });
 }
 
 }  // namespace

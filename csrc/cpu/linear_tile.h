@@ -1,7 +1,8 @@
 // The inner loops of `linear`: a tile of M rows by P panels of 16 columns, over all of K, in registers.
 //
 // Owns: the order of accumulation and the shapes of tiles. Does not know: threads, blocks, where rows come from.
-// Three kinds of arithmetic, each with the packed weight of cpu/linear_pack.h and activations packed as x[step][M]:
+// Three kinds of arithmetic. Each says how many steps K takes, gives the words of steps [step, step + 16) of one row,
+// and multiplies a line; each with the packed weight of cpu/linear_pack.h and activations packed as x[step][M]:
 //   Bf16Fma: bf16 weights, fp32 activations. A line of 64 bytes holds two steps.
 //   Fp32Fma: fp32 weights, fp32 activations. A line is one step.
 //   Bf16Dot: bf16 weights, activations rounded to bf16, pairs of them in 32 bits. A line is one step of vdpbf16ps.
@@ -21,7 +22,7 @@ namespace tlt::TLT_ISA {
 // one activation and one constant fit in the registers (32 zmm; 16 ymm, two to a vector).
 #if defined(TLT_ISA_AVX512)
 constexpr int kMaxRows = 8;
-constexpr int tile_panels(int m) { return m <= 2 ? 4 : m <= 4 ? 6 : m <= 6 ? 4 : 3; }
+constexpr int tile_panels(int m) { return m <= 0 ? 4 : 3; }
 #elif defined(TLT_ISA_AVX2)
 constexpr int kMaxRows = 6;
 constexpr int tile_panels(int m) { return m == 1 ? 3 : m == 2 ? 2 : 1; }
@@ -42,6 +43,27 @@ static inline T* opaque(T* p) {
     return p;
 }
 
+// The two bf16 of each 32-bit word of a line, as fp32.
+static inline V16 first_of_pairs(const std::byte* line) {
+    return as_float(shl<16>(load_i(reinterpret_cast<const int32_t*>(line))));
+}
+static inline V16 second_of_pairs(const std::byte* line) {
+    const I16 words = load_i(reinterpret_cast<const int32_t*>(line));
+#if defined(TLT_ISA_AVX2)
+    // The mask stays in memory: with twelve accumulators there is no register for it, and the
+    // compiler would spill an accumulator to make one.
+    alignas(32) static const uint32_t mask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+    const auto& memory = reinterpret_cast<const __m256i&>(mask);
+    I16 odd;
+    asm("vpand %2, %1, %0" : "=x"(odd.lo) : "x"(words.lo), "m"(memory));
+    asm("vpand %2, %1, %0" : "=x"(odd.hi) : "x"(words.hi), "m"(memory));
+    return as_float(odd);
+#else
+    return as_float(words & splat_i(static_cast<int32_t>(0xffff0000u)));
+#endif
+}
+
 template <int M, int P>
 static inline void multiply_add(Accumulators<M, P>& acc, const float* x, const V16 (&w)[P]) {
 #pragma GCC unroll 8
@@ -54,24 +76,24 @@ static inline void multiply_add(Accumulators<M, P>& acc, const float* x, const V
 
 struct Bf16Fma {
     using X = float;
-    static constexpr bool kPairs = false;  // is an x two activations?
+    static constexpr bool kOneRowIsPacked = true;
     static constexpr int kStepsPerLine = 2;
+
+    static inline int64_t steps(int64_t k) { return k; }
+    static inline I16 words(const float* row, int64_t step, int64_t k) {
+        return as_int(load_n(row + step, k - step));
+    }
 
     template <int M, int P, int steps>
     static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w, int64_t stride) {
         V16 b[P];
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) {
-            b[p] = as_float(shl<16>(load_i(reinterpret_cast<const int32_t*>(w + p * stride))));
-        }
+        for (int p = 0; p < P; p++) b[p] = first_of_pairs(w + p * stride);
         multiply_add<M, P>(acc, x, b);
         if constexpr (steps == 2) {
             w = opaque(w);
 #pragma GCC unroll 8
-            for (int p = 0; p < P; p++) {
-                b[p] = as_float(load_i(reinterpret_cast<const int32_t*>(w + p * stride)) &
-                                splat_i(static_cast<int32_t>(0xffff0000u)));
-            }
+            for (int p = 0; p < P; p++) b[p] = second_of_pairs(w + p * stride);
             multiply_add<M, P>(acc, x + M, b);
         }
     }
@@ -79,8 +101,13 @@ struct Bf16Fma {
 
 struct Fp32Fma {
     using X = float;
-    static constexpr bool kPairs = false;
+    static constexpr bool kOneRowIsPacked = true;
     static constexpr int kStepsPerLine = 1;
+
+    static inline int64_t steps(int64_t k) { return k; }
+    static inline I16 words(const float* row, int64_t step, int64_t k) {
+        return as_int(load_n(row + step, k - step));
+    }
 
     template <int M, int P, int steps>
     static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w, int64_t stride) {
@@ -94,8 +121,16 @@ struct Fp32Fma {
 #if defined(TLT_ISA_BF16_DOT)
 struct Bf16Dot {
     using X = uint32_t;
-    static constexpr bool kPairs = true;
+    static constexpr bool kOneRowIsPacked = false;  // it has to be rounded
     static constexpr int kStepsPerLine = 1;
+
+    static inline int64_t steps(int64_t k) { return (k + 1) / 2; }
+    static inline I16 words(const float* row, int64_t step, int64_t k) {
+        const V16 low = load_n(row + 2 * step, k - 2 * step);
+        const int64_t left = k - 2 * step - 16;
+        const V16 high = left > 0 ? load_n(row + 2 * step + 16, left) : zero();
+        return {reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v))};
+    }
 
     template <int M, int P, int steps>
     static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w, int64_t stride) {

@@ -1,16 +1,18 @@
 // How kernels use threads: one region over contiguous ranges, or one over tasks taken as they come.
 //
-// Owns: the rule that work too small to pay for a region (about 1 us) runs on the caller. Does not know what the
-// work is. Invariant: which thread runs what never changes a result, so callers give each index its own output.
+// Owns: the rule that work too small to pay for a region (about 1 us) runs on the caller. Does not
+// know what the work is. Invariant: which thread runs what never changes a result, so callers give
+// each index its own output.
 #pragma once
-
-#include <omp.h>
 
 #include <cstdint>
 
+#include "common/thread_pool.h"
+
 namespace tlt::TLT_ISA {
 
-// Threads worth using for `count` items of `cost` elementary steps each, at least 16k steps a thread.
+// Threads worth using for `count` items of `cost` elementary steps each, at least 16k steps a
+// thread.
 static inline int worthwhile_threads(int64_t count, int64_t cost, int num_threads) {
     constexpr int64_t min_steps = 16384;
     const int64_t by_cost = count * cost / min_steps;
@@ -18,32 +20,54 @@ static inline int worthwhile_threads(int64_t count, int64_t cost, int num_thread
     return static_cast<int>(limit < num_threads ? (limit < 1 ? 1 : limit) : num_threads);
 }
 
-// f(begin, end) over a partition of [0, count) into one contiguous range per thread.
+// f(i) for each i in [0, count), in any order, each on the next free thread.
+template <class F>
+static inline void parallel_tasks(int64_t count, int num_threads, F f) {
+    run_tasks(
+        num_threads, count, [](void* context, int64_t i) { (*static_cast<F*>(context))(i); }, &f);
+}
+
+// f(begin, end) over a partition of [0, count) into contiguous ranges, a few for each thread.
 template <class F>
 static inline void parallel_ranges(int64_t count, int64_t cost, int num_threads, F f) {
+    constexpr int64_t ranges_per_thread =
+        2;  // a thread that comes late leaves the other more than half
     const int threads = worthwhile_threads(count, cost, num_threads);
     if (threads <= 1) {
         if (count > 0) f(int64_t{0}, count);
         return;
     }
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
-        const int64_t begin = count * me / team, end = count * (me + 1) / team;
-        if (begin < end) f(begin, end);
-    }
+    const int64_t wanted = threads * ranges_per_thread, ranges = wanted < count ? wanted : count;
+    parallel_tasks(ranges, threads,
+                   [&](int64_t i) { f(count * i / ranges, count * (i + 1) / ranges); });
 }
 
-// f(i) for each i in [0, count), in any order, each on the next free thread.
+// f(i) for each i in [0, count), where neighbouring i share data: each thread walks a contiguous
+// range of its own, and when that is done takes from the others what they have not begun.
 template <class F>
-static inline void parallel_tasks(int64_t count, int num_threads, F f) {
-    const int threads = static_cast<int>(count < num_threads ? count : num_threads);
-    if (threads <= 1) {
+static inline void parallel_lanes(int64_t count, int num_threads, F f) {
+    struct alignas(64) Lane {
+        int64_t next, end;
+    };
+    constexpr int max_lanes = 64;
+    const int64_t wanted = num_threads < max_lanes ? num_threads : max_lanes;
+    const int64_t lanes = wanted < count ? wanted : count;
+    if (lanes <= 1) {
         for (int64_t i = 0; i < count; i++) f(i);
         return;
     }
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) f(i);
+    Lane lane[max_lanes];
+    for (int64_t t = 0; t < lanes; t++) lane[t] = {count * t / lanes, count * (t + 1) / lanes};
+    parallel_tasks(lanes, num_threads, [&](int64_t own) {
+        for (int64_t t = 0; t < lanes; t++) {
+            Lane& from = lane[(own + t) % lanes];
+            for (;;) {
+                const int64_t i = __atomic_fetch_add(&from.next, 1, __ATOMIC_RELAXED);
+                if (i >= from.end) break;
+                f(i);
+            }
+        }
+    });
 }
 
 }  // namespace tlt::TLT_ISA

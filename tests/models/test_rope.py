@@ -66,7 +66,7 @@ def our_tables(parameters: dict[str, Any], length: int, **extra: Any) -> tuple[t
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "max_position_embeddings": NUM_POSITIONS,
-            **({"rope_parameters": parameters} if not extra else extra),
+            **(extra or {"rope_parameters": parameters}),
         }
     )
     return rope_tables(config.rope, 128, NUM_POSITIONS, length)

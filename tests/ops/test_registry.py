@@ -57,13 +57,13 @@ def test_forced_isa_runs(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_run_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [
-        (dict(backend={"conv": "native"}), "got conv"),
-        (dict(backend={"pack_linear": "native"}), "got pack_linear"),
-        (dict(backend="cuda"), "backend of linear: expected one of auto, native, reference"),
-        (dict(backend={"sample": "triton"}), "backend of sample: expected one of"),
-        (dict(device="cuda"), "device: expected cpu, got 'cuda'"),
-        (dict(isa="neon9"), "isa: expected auto or one of scalar.*got neon9"),
-        (dict(num_threads=0), "num_threads: expected 1..1024, got 0"),
+        ({"backend": {"conv": "native"}}, "got conv"),
+        ({"backend": {"pack_linear": "native"}}, "got pack_linear"),
+        ({"backend": "cuda"}, "backend of linear: expected one of auto, native, reference"),
+        ({"backend": {"sample": "triton"}}, "backend of sample: expected one of"),
+        ({"device": "cuda"}, "device: expected cpu, got 'cuda'"),
+        ({"isa": "neon9"}, "isa: expected auto or one of scalar.*got neon9"),
+        ({"num_threads": 0}, "num_threads: expected 1..1024, got 0"),
     ]
     for arguments, message in bad:
         with pytest.raises(ValueError, match=message):
