@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    field = Field(options, max_len=max(64, round(768 * options.scale) + 64))
+    field = Field(options, max_len=round(768 * options.scale) + 128)
     jobs = long_tail_jobs(field.ours.encoder, options.scale)
     verified = _verify(field, jobs, options.temperature, options.verify_tokens)
     agreements = field.check_peers()

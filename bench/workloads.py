@@ -40,11 +40,11 @@ class Job:
 
 
 def prompt_ids(tokenizer: TextEncoder, index: int, length: int) -> tuple[int, ...]:
-    """``length`` token ids of English text; different indices start at different sentences."""
+    """``length`` token ids of English text; prompts of different indices differ from the start."""
     ids: list[int] = []
     turn = index
     while len(ids) < length:
-        ids += tokenizer.encode(f"{PROMPTS[turn % len(PROMPTS)]} ({index}, {turn}) ")
+        ids += tokenizer.encode(f"{index}.{turn}: {PROMPTS[turn % len(PROMPTS)]} ")
         turn += 1
     return tuple(ids[:length])
 

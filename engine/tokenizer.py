@@ -18,7 +18,7 @@ import jinja2
 import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, decoders, processors
+from tokenizers import AddedToken, decoders
 
 _SPECIAL_KEYS = (
     "bos_token",
@@ -36,7 +36,8 @@ class Tokenizer:
 
     Args:
         backend: the tokenizer proper.
-        config: contents of ``tokenizer_config.json``: special tokens, ``add_bos_token``, ``chat_template``.
+        config: contents of ``tokenizer_config.json``: special tokens and ``chat_template``.
+            ``add_bos_token`` is not read, as in transformers 5: the file of the backend says what is added.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
@@ -50,10 +51,6 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         self.pad_token_id = self._id_of("pad_token")
-        if "add_bos_token" in config or "add_eos_token" in config:
-            self._set_post_processor(
-                bos=bool(config.get("add_bos_token")), eos=bool(config.get("add_eos_token"))
-            )
         self.chat_template: str | None = _default_template(config.get("chat_template"))
         self._compiled: jinja2.Template | None = None
         self.special_token_ids = frozenset(
@@ -95,20 +92,6 @@ class Tokenizer:
     def _id_of(self, key: str) -> int | None:
         token = self._special_tokens.get(key)
         return None if token is None else self.backend.token_to_id(token)
-
-    def _set_post_processor(self, *, bos: bool, eos: bool) -> None:
-        """What ``add_bos_token`` and ``add_eos_token`` mean; they replace what ``tokenizer.json`` does."""
-        before, after, special = "", "", []
-        if bos and self.bos_token_id is not None:
-            before = self._special_tokens["bos_token"] + ":0 "
-            special.append((self._special_tokens["bos_token"], self.bos_token_id))
-        if eos and self.eos_token_id is not None:
-            after = " " + self._special_tokens["eos_token"] + ":0"
-            special.append((self._special_tokens["eos_token"], self.eos_token_id))
-        single = f"{before}$A:0{after}"
-        self.backend.post_processor = processors.TemplateProcessing(
-            single=single, pair=f"{single} $B:1", special_tokens=special
-        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens written out in the text become their ids."""

@@ -61,9 +61,8 @@ void check_pages(const BatchView& b, const char* op, int64_t num_pages) {
 
 void init_batch_names() {
     const auto intern = [](const char* text) { return PyUnicode_InternFromString(text); };
-    names = {intern("positions"),  intern("slots"),   intern("row_start"),
-             intern("page_table"), intern("ctx_len"), intern("tail_start"),
-             intern("tail_slots")};
+    names = {intern("positions"), intern("slots"),      intern("row_start"), intern("page_table"),
+             intern("ctx_len"),   intern("tail_start"), intern("tail_slots")};
 }
 
 void check_indices(const char* op, const char* argument, const int32_t* values, int64_t count,
@@ -95,8 +94,7 @@ BatchView take_sequences(nb::handle batch, const char* op, int64_t num_rows, int
     b.num_seqs = start.shape[0] - 1;
     if (b.num_seqs < 0) reject({op, "batch.row_start"}, "at least one value", "none");
     b.row_start = start.as<const int32_t>();
-    const Tensor pages =
-        field(batch, op, names.page_table, "batch.page_table", {b.num_seqs, kAny});
+    const Tensor pages = field(batch, op, names.page_table, "batch.page_table", {b.num_seqs, kAny});
     b.pages_per_seq = pages.shape[1];
     b.page_table = pages.as<const int32_t>();
     b.ctx_len = field(batch, op, names.ctx_len, "batch.ctx_len", {num_rows}).as<const int32_t>();

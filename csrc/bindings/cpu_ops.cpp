@@ -49,20 +49,12 @@ CpuOps::CpuOps(const std::string& isa, int num_threads)
     }
 }
 
-nb::list CpuOps::missing() const {
-    nb::list names;
-#define TLT_MISSING(name, Args) \
-    if (table_.name == nullptr) names.append(#name);
-    TLT_KERNELS(TLT_MISSING)
-#undef TLT_MISSING
-    return names;
-}
-
 PackedLinear* CpuOps::pack_linear(H weight, H bias) const {
     const Tensor w = take(weight, {"pack_linear", "weight"}, kWeight, {kAny, kAny});
     const float* b =
-        bias.is_none() ? nullptr
-                       : take(bias, {"pack_linear", "bias"}, kFloat, {w.shape[0]}).as<const float>();
+        bias.is_none()
+            ? nullptr
+            : take(bias, {"pack_linear", "bias"}, kFloat, {w.shape[0]}).as<const float>();
     return new PackedLinear(w.data, dtype_of(w), w.shape[0], w.shape[1], b);
 }
 
@@ -104,8 +96,7 @@ void CpuOps::silu_mul(H gate_up, H out) const {
     const Tensor to = take(out, {"silu_mul", "out"}, kFloat, {kAny, kAny});
     const Tensor in =
         take(gate_up, {"silu_mul", "gate_up"}, kFloat, {to.shape[0], 2 * to.shape[1]});
-    table_.silu_mul(
-        {in.as<const float>(), to.as<float>(), to.shape[0], to.shape[1], num_threads_});
+    table_.silu_mul({in.as<const float>(), to.as<float>(), to.shape[0], to.shape[1], num_threads_});
 }
 
 void CpuOps::rope_store(H qkv, H batch, H cos, H sin, H q_norm, H k_norm, float eps, H k_cache,
@@ -116,17 +107,15 @@ void CpuOps::rope_store(H qkv, H batch, H cos, H sin, H q_norm, H k_norm, float 
     if (dim % 2 != 0) reject({op, "k_cache"}, "an even head size", std::to_string(dim));
     const Tensor q = take(q_out, {op, "q_out"}, kFloat, {kAny, kAny, dim});
     const int64_t num_rows = q.shape[0];
-    const Tensor in = take(qkv, {op, "qkv"}, kFloat,
-                           {num_rows, (q.shape[1] + 2 * cache.num_heads()) * dim});
+    const Tensor in =
+        take(qkv, {op, "qkv"}, kFloat, {num_rows, (q.shape[1] + 2 * cache.num_heads()) * dim});
     const Tensor c = take(cos, {op, "cos"}, kFloat, {kAny, dim / 2});
     const Tensor s = take(sin, {op, "sin"}, kFloat, {c.shape[0], dim / 2});
-    table_.rope_store({in.as<const float>(),
-                       take_rows(batch, op, num_rows, c.shape[0], cache.num_slots()),
-                       c.as<const float>(), s.as<const float>(),
-                       optional_norm(q_norm, {op, "q_norm"}, dim),
-                       optional_norm(k_norm, {op, "k_norm"}, dim), eps, cache.k.data, cache.v.data,
-                       dtype_of(cache.k), q.as<float>(), q.shape[1], cache.num_heads(), dim,
-                       num_threads_});
+    table_.rope_store(
+        {in.as<const float>(), take_rows(batch, op, num_rows, c.shape[0], cache.num_slots()),
+         c.as<const float>(), s.as<const float>(), optional_norm(q_norm, {op, "q_norm"}, dim),
+         optional_norm(k_norm, {op, "k_norm"}, dim), eps, cache.k.data, cache.v.data,
+         dtype_of(cache.k), q.as<float>(), q.shape[1], cache.num_heads(), dim, num_threads_});
 }
 
 void CpuOps::attention(H q, H k_cache, H v_cache, H batch, float scale, int window, H out) const {

@@ -1,5 +1,5 @@
-// The Python module engine.ops._native. Owns: names and signatures of what Python sees. Does not know: checks
-// (cpu_ops) or kernels. Invariant: argument names are those of ReferenceOps.
+// The Python module engine.ops._native. Owns: names and signatures of what Python sees. Does not
+// know: checks (cpu_ops) or kernels. Invariant: argument names are those of ReferenceOps.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -32,7 +32,6 @@ NB_MODULE(_native, m) {
         .def(nb::init<const std::string&, int>(), "isa"_a, "num_threads"_a)
         .def_prop_ro("isa", &CpuOps::isa)
         .def_prop_ro("num_threads", &CpuOps::num_threads)
-        .def("missing", &CpuOps::missing)
         .def("pack_linear", &CpuOps::pack_linear, "weight"_a, "bias"_a.none() = nb::none(),
              nb::rv_policy::take_ownership)
         .def("linear", &CpuOps::linear, "x"_a, "weight"_a, "out"_a)
@@ -47,8 +46,8 @@ NB_MODULE(_native, m) {
              "window"_a, "out"_a)
         .def("kv_move", &CpuOps::kv_move, "kv_cache"_a, "source"_a, "target"_a)
         .def("log_sum_exp", &CpuOps::log_sum_exp, "logits"_a, "out"_a)
-        .def("sample", &CpuOps::sample, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
-             "seeds"_a, "positions"_a, "token_ids"_a, "logprobs"_a, "prune"_a = true)
+        .def("sample", &CpuOps::sample, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a,
+             "min_p"_a, "seeds"_a, "positions"_a, "token_ids"_a, "logprobs"_a, "prune"_a = true)
         .def("philox_words", &CpuOps::philox_words, "counters"_a, "keys"_a, "out"_a)
         .def("philox_uniform", &CpuOps::philox_uniform, "seed"_a, "position"_a, "out"_a);
 }

@@ -42,8 +42,8 @@ constexpr uint8_t kDlInt = 0, kDlFloat = 2, kDlBfloat = 4;
 
 // References below are held for the life of the process.
 PyTypeObject* tensor_type = nullptr;
-PyObject* element_of_dtype = nullptr;       // dict: torch dtype -> int
-const DlExchangeApi* exchange = nullptr;    // null: fallback
+PyObject* element_of_dtype = nullptr;     // dict: torch dtype -> int
+const DlExchangeApi* exchange = nullptr;  // null: fallback
 
 Element element_of(DlDataType d) {
     if (d.lanes != 1) return Element::other;
@@ -91,7 +91,8 @@ Tensor read_exchange(nb::handle h, Site site) {
     DlTensor d;
     if (exchange->tensor_from_object(h.ptr(), &d) != 0) {
         PyErr_Clear();  // torch's text says nothing about which argument it was
-        reject(site, "a dense CPU tensor", text_of(h.attr("device")) + ", " + text_of(h.attr("layout")));
+        reject(site, "a dense CPU tensor",
+               text_of(h.attr("device")) + ", " + text_of(h.attr("layout")));
     }
     if (d.device.type != kDlCpu) reject(site, "a CPU tensor", text_of(h.attr("device")));
     Tensor t{static_cast<char*>(d.data) + d.byte_offset, element_of(d.dtype), d.ndim, {}};

@@ -1,9 +1,9 @@
 // The boundary between Python tensors and kernels: take a torch tensor, check it, give a view.
 //
-// Owns: reading tensors (torch's DLPack C exchange API, or `data_ptr()` and friends where torch has none) and the
-// text of what is wrong with them. Does not know: any op.
-// Invariant: a Tensor that came out of `take` lies on the CPU, is contiguous, and has the dtype and the shape asked
-// for; everything behind the boundary may trust it. It is valid as long as the Python tensor is.
+// Owns: reading tensors (torch's DLPack C exchange API, or `data_ptr()` and friends where torch has
+// none) and the text of what is wrong with them. Does not know: any op. Invariant: a Tensor that
+// came out of `take` lies on the CPU, is contiguous, and has the dtype and the shape asked for;
+// everything behind the boundary may trust it. It is valid as long as the Python tensor is.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,7 +20,8 @@ enum class Element : uint8_t { f32 = 1, bf16 = 2, i32 = 4, i64 = 8, other = 0 };
 // A set of Elements.
 struct Elements {
     uint8_t mask;
-    constexpr Elements(Element e) : mask(static_cast<uint8_t>(e)) {}  // NOLINT: an element is a set of one
+    constexpr Elements(Element e)
+        : mask(static_cast<uint8_t>(e)) {}  // NOLINT: an element is a set of one
     constexpr explicit Elements(uint8_t m) : mask(m) {}
     constexpr bool has(Element e) const { return (mask & static_cast<uint8_t>(e)) != 0; }
 };
@@ -49,8 +50,8 @@ struct Site {
     const char* argument;
 };
 
-// To be called once, before `take`: the class torch.Tensor and {torch dtype: Element}. True when the exchange API
-// is in use, false for the fallback.
+// To be called once, before `take`: the class torch.Tensor and {torch dtype: Element}. True when
+// the exchange API is in use, false for the fallback.
 bool init_tensors(nanobind::object tensor_type, nanobind::dict elements);
 
 // Throws std::invalid_argument (ValueError) naming op, argument, what was expected and what came.

@@ -1,12 +1,13 @@
 // attention: divides the work and gives it to threads.
 //
-// Owns: blocks of rows, and the choice between one task per (block, kv head) and, where those are too few for the
-// threads, one per segment of keys. Does not know the arithmetic (attention_math.h) or masks (attention_block.h).
-// Invariant: partial results of segments are merged in order in both cases, so both give the same bits.
+// Owns: blocks of rows, and the choice between one task per (block, kv head) and, where those are
+// too few for the threads, one per segment of keys. Does not know the arithmetic (attention_math.h)
+// or masks (attention_block.h). Invariant: partial results of segments are merged in order in both
+// cases, so both give the same bits.
+#include "common/scratch.h"
 #include "cpu/attention_block.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
-#include "common/scratch.h"
 
 namespace tlt::TLT_ISA {
 namespace {
@@ -44,14 +45,14 @@ struct Cutter {
 
 Workspace workspace(const AttentionArgs& a, const Sizes& s) {
     const int64_t count = (s.key_rows + s.value_cols) * kChunk + s.key_rows +
-                          round_up(s.queries * a.head_dim, 16) + kTile * kChunk +
-                          s.partial(kTile) + 2 * s.partial(s.queries);
+                          round_up(s.queries * a.head_dim, 16) + kTile * kChunk + s.partial(kTile) +
+                          2 * s.partial(s.queries);
     auto* memory = static_cast<float*>(
         scratch(Scratch::attention, static_cast<size_t>(count) * sizeof(float)));
     Cutter cut{memory};
     Workspace w;
-    w.chunk = {cut.take(s.key_rows * kChunk), cut.take(kChunk * s.value_cols),
-               cut.take(s.key_rows), a.head_dim, s.value_cols};
+    w.chunk = {cut.take(s.key_rows * kChunk), cut.take(kChunk * s.value_cols), cut.take(s.key_rows),
+               a.head_dim, s.value_cols};
     __builtin_memset(w.chunk.zero_row, 0, static_cast<size_t>(s.key_rows) * sizeof(float));
     w.queries = cut.take(s.queries * a.head_dim);
     w.scores = cut.take(kTile * kChunk);
@@ -61,7 +62,8 @@ Workspace workspace(const AttentionArgs& a, const Sizes& s) {
     return w;
 }
 
-// A block with the segments that its rows see, [begin, end), and how many segments the blocks before it see.
+// A block with the segments that its rows see, [begin, end), and how many segments the blocks
+// before it see.
 struct Planned {
     RowBlock rows;
     int64_t begin, end, before;
@@ -88,8 +90,8 @@ Planned plan_block(const AttentionArgs& a, const RowBlock& rows, int64_t before)
 Plan plan(const AttentionArgs& a, int64_t rows_per_block) {
     const BatchView& b = a.batch;
     const int64_t most = b.num_rows / rows_per_block + b.num_seqs;
-    auto* blocks = static_cast<Planned*>(
-        scratch(Scratch::other, static_cast<size_t>(most) * sizeof(Planned)));
+    auto* blocks =
+        static_cast<Planned*>(scratch(Scratch::other, static_cast<size_t>(most) * sizeof(Planned)));
     Plan plan{blocks, 0, 0};
     for (int64_t seq = 0; seq < b.num_seqs; seq++) {
         for (int64_t row = b.row_start[seq]; row < b.row_start[seq + 1]; row += rows_per_block) {
@@ -123,7 +125,8 @@ void run_blocks(const AttentionArgs& a, const Plan& plan, const Sizes& sizes, in
     });
 }
 
-// One task per (segment, kv head), whose partial results wait in `memory`; then one per (block, kv head) to merge.
+// One task per (segment, kv head), whose partial results wait in `memory`; then one per (block, kv
+// head) to merge.
 template <class T>
 void run_segments(const AttentionArgs& a, const Plan& plan, const Sizes& sizes, int num_threads) {
     const int64_t heads = a.num_kv_heads, size = sizes.partial(sizes.queries);

@@ -1,8 +1,10 @@
-// Attention of a block of rows of one sequence, through one kv head, over one segment of their keys.
+// Attention of a block of rows of one sequence, through one kv head, over one segment of their
+// keys.
 //
-// Owns: which keys each row sees, and how rows share the chunks they have in common. Does not know threads.
-// Invariant: a row meets its keys in chunks and segments at fixed logical positions, so its partial result is the
-// same whatever rows share the block, and whether a key comes through the page table or through the row's tail.
+// Owns: which keys each row sees, and how rows share the chunks they have in common. Does not know
+// threads. Invariant: a row meets its keys in chunks and segments at fixed logical positions, so
+// its partial result is the same whatever rows share the block, and whether a key comes through the
+// page table or through the row's tail.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +13,8 @@
 
 namespace tlt::TLT_ISA {
 
-inline constexpr int64_t kSegment = 4 * kChunk;  // keys merged before they join the total; the unit of work
+inline constexpr int64_t kSegment =
+    4 * kChunk;  // keys merged before they join the total; the unit of work
 
 // Rows [row_begin, row_end) of sequence `seq`.
 struct RowBlock {
@@ -44,7 +47,7 @@ struct Workspace {
 
 template <class T>
 class BlockAttention {
-   public:
+  public:
     BlockAttention(const AttentionArgs& a, const RowBlock& block, int64_t kv_head, Workspace& w)
         : a_(a),
           block_(block),
@@ -72,7 +75,8 @@ class BlockAttention {
     // Partial results of all queries over segment `segment`, into `into`.
     void segment(int64_t segment, Partial into) {
         clear(into);
-        for (int64_t start = segment * kSegment; start < (segment + 1) * kSegment; start += kChunk) {
+        for (int64_t start = segment * kSegment; start < (segment + 1) * kSegment;
+             start += kChunk) {
             chunk(start, into);
         }
     }
@@ -106,13 +110,14 @@ class BlockAttention {
         }
     }
 
-   private:
+  private:
     int64_t query_offset(int64_t q) const {
         const int64_t row = block_.row_begin + q / group_, head = head_ * group_ + q % group_;
         return (row * a_.num_q_heads + head) * a_.head_dim;
     }
 
-    // A row reads this chunk through the page table alone, as others do, or has keys of its own in it.
+    // A row reads this chunk through the page table alone, as others do, or has keys of its own in
+    // it.
     static bool shares(const Span& s, int64_t start) {
         return s.begin < start + kChunk && start < s.end &&
                (s.tail == s.end || start + kChunk <= s.tail);
@@ -155,15 +160,15 @@ class BlockAttention {
             begin = lesser(begin, from);
             end = greater(end, to);
         }
-        load_pages(w_.chunk, cache_, pages_ + start / kPageTokens, begin, end, limit,
-                   pages_after);
+        load_pages(w_.chunk, cache_, pages_ + start / kPageTokens, begin, end, limit, pages_after);
         loaded_ = true;
         shared_end_ = end;
     }
 
     void own_row(int64_t row, int64_t start, Partial into) {
         const Span s = row_span(a_, row);
-        if (s.tail - start > shared_end_) loaded_ = false;  // another row's tail lies over keys of this one
+        if (s.tail - start > shared_end_)
+            loaded_ = false;  // another row's tail lies over keys of this one
         load(start);
         const int32_t* slots = a_.batch.tail_slots + a_.batch.tail_start[row];
         const int64_t first = greater(greater(s.tail, s.begin), start);

@@ -1,9 +1,9 @@
 // One chunk of keys and values of one kv head as attention computes on it: fp32, keys transposed.
 //
-// Owns: the layout of a chunk and its filling from pages and from tails. Does not know queries, masks or softmax.
-// Invariant: `keys` [D][kChunk] and `values` [kChunk][value_cols] hold at logical offset j of the chunk what the
-// cache holds for that logical position, and zeros where nothing was asked for: memory that no query may see is
-// never read.
+// Owns: the layout of a chunk and its filling from pages and from tails. Does not know queries,
+// masks or softmax. Invariant: `keys` [D][kChunk] and `values` [kChunk][value_cols] hold at logical
+// offset j of the chunk what the cache holds for that logical position, and zeros where nothing was
+// asked for: memory that no query may see is never read.
 #pragma once
 
 #include <cstdint>
@@ -64,14 +64,15 @@ struct HeadCache {
     int64_t stride;
 };
 
-// Asks for a page's rows of one head ahead of their use: they lie apart, where the hardware foresees them badly.
+// Asks for a page's rows of one head ahead of their use: they lie apart, where the hardware
+// foresees them badly.
 template <class T>
 static inline void prefetch_page(const HeadCache<T>& cache, int64_t page, int64_t head_dim) {
     const auto row_bytes = static_cast<int64_t>(sizeof(T)) * head_dim;
     for (int64_t i = 0; i < kPageTokens; i++) {
         const int64_t at = (page * kPageTokens + i) * cache.stride;
-        const auto *k = reinterpret_cast<const char*>(cache.k + at);
-        const auto *v = reinterpret_cast<const char*>(cache.v + at);
+        const auto* k = reinterpret_cast<const char*>(cache.k + at);
+        const auto* v = reinterpret_cast<const char*>(cache.v + at);
         for (int64_t byte = 0; byte < row_bytes; byte += 64) {
             __builtin_prefetch(k + byte, 0, 2);
             __builtin_prefetch(v + byte, 0, 2);
@@ -79,7 +80,8 @@ static inline void prefetch_page(const HeadCache<T>& cache, int64_t page, int64_
     }
 }
 
-// A page of which only some keys are present: those at offsets [begin, end) of the chunk; zeros for the others.
+// A page of which only some keys are present: those at offsets [begin, end) of the chunk; zeros for
+// the others.
 template <class T>
 static inline void load_partial_page(const Chunk& c, const HeadCache<T>& cache,
                                      const int32_t* pages, int64_t column, int64_t begin,
@@ -96,8 +98,8 @@ static inline void load_partial_page(const Chunk& c, const HeadCache<T>& cache,
     for (int64_t i = 0; i < kPageTokens; i++) load_value(c, v[i], column + i);
 }
 
-// Logical offsets [begin, end) of the chunk from `pages` (its first page first), zeros elsewhere below `limit`.
-// Of the pages after the chunk, as many as `pages_after` are prefetched.
+// Logical offsets [begin, end) of the chunk from `pages` (its first page first), zeros elsewhere
+// below `limit`. Of the pages after the chunk, as many as `pages_after` are prefetched.
 template <class T>
 static inline void load_pages(const Chunk& c, const HeadCache<T>& cache, const int32_t* pages,
                               int64_t begin, int64_t end, int64_t limit, int64_t pages_after) {

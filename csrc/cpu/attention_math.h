@@ -1,10 +1,11 @@
-// The arithmetic of attention on one chunk: scores, softmax and weighted values of a few queries, and the merging of
-// partial results.
+// The arithmetic of attention on one chunk: scores, softmax and weighted values of a few queries,
+// and the merging of partial results.
 //
-// Owns: the order of every sum, on which bitwise batch invariance rests. Does not know caches, pages or rows.
-// Invariant: each element of a product is one chain of fma over the inner index in order, whatever the tile; so a
-// query's partial depends on its own keys alone. Masked keys have weight exactly 0, and the values they meet are
-// finite, so they add nothing. Partials are merged in the order of their positions by `merge`.
+// Owns: the order of every sum, on which bitwise batch invariance rests. Does not know caches,
+// pages or rows. Invariant: each element of a product is one chain of fma over the inner index in
+// order, whatever the tile; so a query's partial depends on its own keys alone. Masked keys have
+// weight exactly 0, and the values they meet are finite, so they add nothing. Partials are merged
+// in the order of their positions by `merge`.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,8 @@ namespace tlt::TLT_ISA {
 
 inline constexpr int64_t kTile = 6;  // queries computed together
 
-// Partial softmax of some queries: maximum (in units of log2), sum of weights, weighted values [value_cols] each.
+// Partial softmax of some queries: maximum (in units of log2), sum of weights, weighted values
+// [value_cols] each.
 struct Partial {
     float *max, *sum, *values;
 };
@@ -90,21 +92,29 @@ static inline void product_rows(const float* a, int64_t lda, const float* b, int
 static inline void product(int64_t rows, const float* a, int64_t lda, const float* b, int64_t ldb,
                            int64_t inner, float* c, int64_t ldc, int64_t vectors) {
     switch (rows) {
-        case 1: return product_rows<1>(a, lda, b, ldb, inner, c, ldc, vectors);
-        case 2: return product_rows<2>(a, lda, b, ldb, inner, c, ldc, vectors);
-        case 3: return product_rows<3>(a, lda, b, ldb, inner, c, ldc, vectors);
-        case 4: return product_rows<4>(a, lda, b, ldb, inner, c, ldc, vectors);
-        case 5: return product_rows<5>(a, lda, b, ldb, inner, c, ldc, vectors);
-        default: return product_rows<6>(a, lda, b, ldb, inner, c, ldc, vectors);
+        case 1:
+            return product_rows<1>(a, lda, b, ldb, inner, c, ldc, vectors);
+        case 2:
+            return product_rows<2>(a, lda, b, ldb, inner, c, ldc, vectors);
+        case 3:
+            return product_rows<3>(a, lda, b, ldb, inner, c, ldc, vectors);
+        case 4:
+            return product_rows<4>(a, lda, b, ldb, inner, c, ldc, vectors);
+        case 5:
+            return product_rows<5>(a, lda, b, ldb, inner, c, ldc, vectors);
+        default:
+            return product_rows<6>(a, lda, b, ldb, inner, c, ldc, vectors);
     }
 }
 
-// Turns scores [kChunk], of which offsets [begin, end) are seen, into weights 2^(score - max); others become 0.
+// Turns scores [kChunk], of which offsets [begin, end) are seen, into weights 2^(score - max);
+// others become 0.
 static inline void softmax_row(float* scores, int64_t begin, int64_t end, float* max_out,
                                float* sum_out) {
     V16 s[4];
     M16 seen[4];
-    const I16 first = splat_i(static_cast<int32_t>(begin)), last = splat_i(static_cast<int32_t>(end));
+    const I16 first = splat_i(static_cast<int32_t>(begin)),
+              last = splat_i(static_cast<int32_t>(end));
     for (int j = 0; j < 4; j++) {
         const I16 offset = iota() + splat_i(16 * j);
         seen[j] = ~lt_i(offset, first) & lt_i(offset, last);
@@ -119,7 +129,8 @@ static inline void softmax_row(float* scores, int64_t begin, int64_t end, float*
     *sum_out = hsum((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-// into += from for `rows` <= 16 queries. A maximum of -inf says that no key was seen: that partial changes nothing.
+// into += from for `rows` <= 16 queries. A maximum of -inf says that no key was seen: that partial
+// changes nothing.
 static inline void merge(Partial into, Partial from, int64_t rows, int64_t value_cols) {
     const V16 old_max = load_n(into.max, rows), from_max = load_n(from.max, rows);
     const V16 new_max = max(old_max, from_max);

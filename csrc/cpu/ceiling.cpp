@@ -5,6 +5,7 @@
 // with. Invariant: out[0] is the work that was done, in bytes or FLOPs over all threads; out[1]
 // depends on every operation, so that none can be left out.
 #include "cpu/kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/vec.h"
 
 #if defined(TLT_ISA_BF16_DOT)
@@ -71,10 +72,10 @@ void read_ceiling(const CeilingArgs& args) {
     const int threads = args.num_threads;
     const int64_t part = args.count / 4 / threads;
     int32_t total = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(^ : total)
-    for (int t = 0; t < threads; t++) {
-        total ^= read_part(static_cast<const int32_t*>(args.data) + t * part, part);
-    }
+    parallel_tasks(threads, threads, [&](int64_t t) {
+        const int32_t sum = read_part(static_cast<const int32_t*>(args.data) + t * part, part);
+        __atomic_fetch_xor(&total, sum, __ATOMIC_RELAXED);
+    });
     constexpr int64_t kBlock = 4 * kLine * kStreams;
     args.out[0] = static_cast<double>(part / kBlock * kBlock * 4 * threads);
     args.out[1] = total;
@@ -82,30 +83,35 @@ void read_ceiling(const CeilingArgs& args) {
 
 void fma_ceiling(const CeilingArgs& args) {
     const int threads = args.num_threads;
-    float total = 0.0f;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
-    for (int t = 0; t < threads; t++) total += fma_part(args.count);
+    int32_t total = 0;
+    parallel_tasks(threads, threads, [&](int64_t) {
+        const float sum = fma_part(args.count);
+        __atomic_fetch_add(&total, static_cast<int32_t>(sum), __ATOMIC_RELAXED);
+    });
     args.out[0] = 2.0 * 16 * kChains * static_cast<double>(args.count) * threads;
-    args.out[1] = static_cast<double>(total);
+    args.out[1] = total;
 }
 
 #if defined(TLT_ISA_BF16_DOT)
 void bf16_dot_ceiling(const CeilingArgs& args) {
     const int threads = args.num_threads;
-    float total = 0.0f;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
-    for (int t = 0; t < threads; t++) {
-        __m512 acc[kChains];
-        for (int c = 0; c < kChains; c++) acc[c] = _mm512_set1_ps(static_cast<float>(c));
+    int32_t total = 0;
+    parallel_tasks(threads, threads, [&](int64_t) {
+        V16 acc[kChains];
+        for (int c = 0; c < kChains; c++) acc[c] = splat(static_cast<float>(c));
         const auto pairs = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3a80));  // 2^-10
         for (int64_t i = 0; i < args.count; i++) {
 #pragma GCC unroll 12
-            for (int c = 0; c < kChains; c++) acc[c] = _mm512_dpbf16_ps(acc[c], pairs, pairs);
+            for (int c = 0; c < kChains; c++) {
+                acc[c].v = _mm512_dpbf16_ps(acc[c].v, pairs, pairs);
+            }
         }
-        for (int c = 0; c < kChains; c++) total += _mm512_reduce_add_ps(acc[c]);
-    }
+        V16 all = acc[0];
+        for (int c = 1; c < kChains; c++) all = all + acc[c];
+        __atomic_fetch_add(&total, static_cast<int32_t>(hsum(all)), __ATOMIC_RELAXED);
+    });
     args.out[0] = 2.0 * 32 * kChains * static_cast<double>(args.count) * threads;
-    args.out[1] = static_cast<double>(total);
+    args.out[1] = total;
 }
 #endif
 

@@ -1,13 +1,14 @@
-// The table of CPU kernels: what each kernel is given, and one function pointer per kernel and instruction set.
+// The table of CPU kernels: what each kernel is given, and one function pointer per kernel and
+// instruction set.
 //
-// Owns: the argument records and the list TLT_KERNELS. A kernel named `f` with record `FArgs` is a function
-// `void f(const FArgs&)` in namespace tlt::TLT_ISA, written once in csrc/cpu/*.cpp and compiled once per
-// instruction set (CMakeLists.txt). Semantics are those of engine/ops/reference.py.
-// Does not know: Python, tensors, which instruction set runs.
-// Invariant: arguments were checked at the boundary (csrc/bindings); tensors are contiguous, kernels trust them.
-// Inside csrc/cpu use no std:: templates and no non-static inline function outside TLT_ISA: the linker would
-// keep one copy for everybody, perhaps the one with instructions that the machine lacks. Scratch memory comes
-// from common/scratch.h.
+// Owns: the argument records and the list TLT_KERNELS. A kernel named `f` with record `FArgs` is a
+// function `void f(const FArgs&)` in namespace tlt::TLT_ISA, written once in csrc/cpu/*.cpp and
+// compiled once per instruction set (CMakeLists.txt). Semantics are those of
+// engine/ops/reference.py. Does not know: Python, tensors, which instruction set runs. Invariant:
+// arguments were checked at the boundary (csrc/bindings); tensors are contiguous, kernels trust
+// them. Inside csrc/cpu use no std:: templates and no non-static inline function outside TLT_ISA:
+// the linker would keep one copy for everybody, perhaps the one with instructions that the machine
+// lacks. Scratch memory comes from common/scratch.h.
 #pragma once
 
 #include <cstddef>
@@ -106,7 +107,8 @@ struct AttentionArgs {
 };
 
 struct KvMoveArgs {
-    void* kv_cache;         // [num_planes, plane_slots, slot_bytes]: plane = layer x (k, v), slot = page x offset
+    void* kv_cache;  // [num_planes, plane_slots, slot_bytes]: plane = layer x (k, v), slot = page x
+                     // offset
     const int32_t* source;  // [count] slots
     const int32_t* target;  // [count] slots
     int64_t num_planes, plane_slots, slot_bytes, count;
@@ -160,9 +162,9 @@ struct CeilingArgs {
 };
 
 // Null where the instruction set has none: they are not ops and nothing falls back on them.
-#define TLT_CEILINGS(X)           \
-    X(read_ceiling, CeilingArgs)  \
-    X(fma_ceiling, CeilingArgs)   \
+#define TLT_CEILINGS(X)          \
+    X(read_ceiling, CeilingArgs) \
+    X(fma_ceiling, CeilingArgs)  \
     X(bf16_dot_ceiling, CeilingArgs)
 
 #define TLT_KERNELS(X)               \
@@ -190,11 +192,12 @@ struct KernelTable {
 // In a translation unit compiled for one instruction set: the kernels it must define.
 #ifdef TLT_ISA
 namespace TLT_ISA {
-// weak: a kernel that nobody has written yet is a null pointer in the table
-#define TLT_DECLARE(name, Args) [[gnu::weak]] void name(const Args& args);
+#define TLT_DECLARE(name, Args) void name(const Args& args);
 TLT_KERNELS(TLT_DECLARE)
-TLT_CEILINGS(TLT_DECLARE)
 #undef TLT_DECLARE
+#define TLT_DECLARE_WEAK(name, Args) [[gnu::weak]] void name(const Args& args);
+TLT_CEILINGS(TLT_DECLARE_WEAK)
+#undef TLT_DECLARE_WEAK
 }  // namespace TLT_ISA
 #endif
 

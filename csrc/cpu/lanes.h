@@ -1,7 +1,8 @@
-// Walking over an array of any length in vectors of sixteen lanes, and loads and stores that fit its element type.
+// Walking over an array of any length in vectors of sixteen lanes, and loads and stores that fit
+// its element type.
 //
-// Owns: the treatment of the last, partial vector. Does not know any kernel. Invariant: memory outside the n lanes
-// of a partial vector is not touched, and its other lanes read as +0.
+// Owns: the treatment of the last, partial vector. Does not know any kernel. Invariant: memory
+// outside the n lanes of a partial vector is not touched, and its other lanes read as +0.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,8 @@ static inline void store_n(float* p, V16 a, Full) { store(p, a); }
 static inline void store_n(uint16_t* p, V16 a, Full) { store_bf16(p, a); }
 static inline void store_n(uint16_t* p, V16 a, int64_t n) { store_bf16_n(p, a, n); }
 
-// f(i, lanes) for i = 0, 16, 32, ... below `count`; lanes is Full or, for the last one, how many are left.
+// f(i, lanes) for i = 0, 16, 32, ... below `count`; lanes is Full or, for the last one, how many
+// are left.
 template <class F>
 static inline void for_lanes(int64_t count, F f) {
     int64_t i = 0;
@@ -28,8 +30,8 @@ static inline void for_lanes(int64_t count, F f) {
     if (i < count) f(i, count - i);
 }
 
-// Sum where f(i, lanes, sum) returns sum plus its terms, in a fixed order that depends on `count` alone: four
-// vectors of partial sums, then their tree.
+// Sum where f(i, lanes, sum) returns sum plus its terms, in a fixed order that depends on `count`
+// alone: four vectors of partial sums, then their tree.
 template <class F>
 static inline float lane_sum(int64_t count, F f) {
     V16 sums[4] = {zero(), zero(), zero(), zero()};

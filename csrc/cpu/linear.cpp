@@ -1,11 +1,11 @@
 // `linear` on the CPU: out [R, N] = x [R, K] @ weight^T + bias, fp32 accumulation.
 //
 // Owns: how rows, panels and threads are cut. Does not know: what a tile computes
-// (cpu/linear_tile.h). Rows are cut into even groups of at most kMaxRows and repacked as x[step][row
-// of group]. A unit of work is a block of panels that fits in a thread's L2 cache with a range of
-// groups passing over it, so that the weight is read from memory once whatever the number of rows.
-// Threads walk contiguous ranges of units. Invariant: cutting changes which tile computes an element,
-// never the order in which it is accumulated.
+// (cpu/linear_tile.h). Rows are cut into even groups of at most kMaxRows and repacked as
+// x[step][row of group]. A unit of work is a block of panels that fits in a thread's L2 cache with
+// a range of groups passing over it, so that the weight is read from memory once whatever the
+// number of rows. Threads walk contiguous ranges of units. Invariant: cutting changes which tile
+// computes an element, never the order in which it is accumulated.
 #include "common/scratch.h"
 #include "cpu/kernels.h"
 #include "cpu/linear_pack.h"
@@ -17,10 +17,12 @@
 namespace tlt::TLT_ISA {
 namespace {
 
-constexpr int64_t kStreamBytes = 48 << 10;  // of a block that one group passes over: a few microseconds
+constexpr int64_t kStreamBytes =
+    48 << 10;  // of a block that one group passes over: a few microseconds
 constexpr int64_t kCacheBytes = 256 << 10;  // of a block that several groups pass over: in L2
 constexpr int64_t kUnitsPerThread = 8;
-constexpr int64_t kSmallWork = 32 << 10;  // multiply-adds that are done before a thread has woken up
+constexpr int64_t kSmallWork =
+    32 << 10;  // multiply-adds that are done before a thread has woken up
 constexpr int64_t kSmallPack = 16 << 10;  // elements that the caller repacks alone
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -95,22 +97,31 @@ void sweep(const Problem<Kind>& q, int64_t group, int64_t panel, int64_t panel_e
 template <class Kind>
 void sweep_rows(const Problem<Kind>& q, int64_t group, int64_t panel, int64_t panel_end) {
     switch (q.groups.size(group)) {
-        case 1: return sweep<Kind, 1>(q, group, panel, panel_end);
-        case 2: return sweep<Kind, 2>(q, group, panel, panel_end);
-        case 3: return sweep<Kind, 3>(q, group, panel, panel_end);
-        case 4: return sweep<Kind, 4>(q, group, panel, panel_end);
+        case 1:
+            return sweep<Kind, 1>(q, group, panel, panel_end);
+        case 2:
+            return sweep<Kind, 2>(q, group, panel, panel_end);
+        case 3:
+            return sweep<Kind, 3>(q, group, panel, panel_end);
+        case 4:
+            return sweep<Kind, 4>(q, group, panel, panel_end);
 #if defined(TLT_ISA_AVX2) || defined(TLT_ISA_AVX512)
-        case 5: return sweep<Kind, 5>(q, group, panel, panel_end);
-        case 6: return sweep<Kind, 6>(q, group, panel, panel_end);
+        case 5:
+            return sweep<Kind, 5>(q, group, panel, panel_end);
+        case 6:
+            return sweep<Kind, 6>(q, group, panel, panel_end);
 #endif
 #if defined(TLT_ISA_AVX512)
-        case 7: return sweep<Kind, 7>(q, group, panel, panel_end);
-        case 8: return sweep<Kind, 8>(q, group, panel, panel_end);
+        case 7:
+            return sweep<Kind, 7>(q, group, panel, panel_end);
+        case 8:
+            return sweep<Kind, 8>(q, group, panel, panel_end);
 #endif
     }
 }
 
-// Panels by groups, cut into units; unit i has block i / num_chunks and range of groups i % num_chunks.
+// Panels by groups, cut into units; unit i has block i / num_chunks and range of groups i %
+// num_chunks.
 struct Units {
     int64_t block;  // panels
     int64_t num_blocks, num_chunks;

@@ -2,9 +2,9 @@
 #include "cpu/linear_pack.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
+
+#include "common/huge_memory.h"
 
 namespace tlt {
 namespace {
@@ -37,16 +37,13 @@ PackedLinear::PackedLinear(const void* weight, Dtype dtype, int64_t n, int64_t k
                            const float* bias) {
     const int64_t panels = (n + kPanel - 1) / kPanel;
     const int64_t panel_bytes = 64 * (dtype == Dtype::bf16 ? (k + 1) / 2 : k);
+    view_ = {dtype, n, k, panels, panel_bytes, nullptr, nullptr};
     const int64_t bias_bytes = bias == nullptr ? 0 : panels * 64;
-    bytes_ = panels * panel_bytes + bias_bytes;
-    // whole 2 MB pages where the weight is large: fewer TLB misses when all of it streams by
-    const int64_t align = bytes_ >= (2 << 20) ? (2 << 20) : 4096;
-    const int64_t rounded = std::max<int64_t>(1, (bytes_ + align - 1) / align) * align;
-    auto* data = static_cast<std::byte*>(std::aligned_alloc(align, rounded));
-    if (data == nullptr) throw std::bad_alloc();
-    std::memset(data, 0, bytes_);
+    data_ = huge_memory(static_cast<size_t>(panels * panel_bytes + bias_bytes));
+    view_.data = data_.get();
     for (int64_t p = 0; p < panels; p++) {
-        std::byte* to = data + p * panel_bytes;
+        std::byte* to = data_.get() + p * panel_bytes;
+        if ((p + 1) * kPanel > n) std::memset(to, 0, static_cast<size_t>(panel_bytes));
         if (dtype == Dtype::bf16) {
             pack_bf16(static_cast<const uint16_t*>(weight), n, k, p,
                       reinterpret_cast<uint32_t*>(to));
@@ -54,11 +51,15 @@ PackedLinear::PackedLinear(const void* weight, Dtype dtype, int64_t n, int64_t k
             pack_fp32(static_cast<const float*>(weight), n, k, p, reinterpret_cast<float*>(to));
         }
     }
-    auto* packed_bias = reinterpret_cast<float*>(data + panels * panel_bytes);
-    if (bias != nullptr) std::copy_n(bias, n, packed_bias);
-    view_ = {dtype, n, k, panels, panel_bytes, data, bias == nullptr ? nullptr : packed_bias};
+    if (bias == nullptr) return;
+    auto* packed_bias = reinterpret_cast<float*>(data_.get() + panels * panel_bytes);
+    std::fill_n(packed_bias, panels * kPanel, 0.0f);
+    std::copy_n(bias, n, packed_bias);
+    view_.bias = packed_bias;
 }
 
-PackedLinear::~PackedLinear() { std::free(const_cast<std::byte*>(view_.data)); }
+int64_t PackedLinear::bytes() const {
+    return view_.panels * (view_.panel_bytes + (view_.bias == nullptr ? 0 : 64));
+}
 
 }  // namespace tlt

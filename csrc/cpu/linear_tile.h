@@ -1,13 +1,17 @@
-// The inner loops of `linear`: a tile of M rows by P panels of 16 columns, over all of K, in registers.
+// The inner loops of `linear`: a tile of M rows by P panels of 16 columns, over all of K, in
+// registers.
 //
-// Owns: the order of accumulation and the shapes of tiles. Does not know: threads, blocks, where rows come from.
-// Three kinds of arithmetic. Each says how many steps K takes, gives the words of steps [step, step + 16) of one row,
-// and multiplies a line; each with the packed weight of cpu/linear_pack.h and activations packed as x[step][M]:
+// Owns: the order of accumulation and the shapes of tiles. Does not know: threads, blocks, where
+// rows come from. Three kinds of arithmetic. Each says how many steps K takes, gives the words of
+// steps [step, step + 16) of one row, and multiplies a line; each with the packed weight of
+// cpu/linear_pack.h and activations packed as x[step][M]:
 //   Bf16Fma: bf16 weights, fp32 activations. A line of 64 bytes holds two steps.
 //   Fp32Fma: fp32 weights, fp32 activations. A line is one step.
-//   Bf16Dot: bf16 weights, activations rounded to bf16, pairs of them in 32 bits. A line is one step of vdpbf16ps.
-// Invariant: an output element is ((+0 + x0 w0) + x1 w1) + ... by fused multiply-add, whatever M and P are, so its
-// bits do not depend on the rows around it; and (but for Bf16Dot) not on the instruction set.
+//   Bf16Dot: bf16 weights, activations rounded to bf16, pairs of them in 32 bits. A line is one
+//   step of vdpbf16ps.
+// Invariant: an output element is ((+0 + x0 w0) + x1 w1) + ... by fused multiply-add, whatever M
+// and P are, so its bits do not depend on the rows around it; and (but for Bf16Dot) not on the
+// instruction set.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +22,9 @@
 
 namespace tlt::TLT_ISA {
 
-// Rows of the largest tile, and panels that a tile of m rows takes: all m * p accumulators, the weights of p panels,
-// one activation and one constant fit in the registers (32 zmm; 16 ymm, two to a vector).
+// Rows of the largest tile, and panels that a tile of m rows takes: all m * p accumulators, the
+// weights of p panels, one activation and one constant fit in the registers (32 zmm; 16 ymm, two to
+// a vector).
 #if defined(TLT_ISA_AVX512)
 constexpr int kMaxRows = 8;
 constexpr int tile_panels(int m) { return m <= 0 ? 4 : 3; }
@@ -36,7 +41,8 @@ struct Accumulators {
     V16 at[M][P];
 };
 
-// Hides where a pointer came from, so that the second read of a line stays a memory operand and needs no register.
+// Hides where a pointer came from, so that the second read of a line stays a memory operand and
+// needs no register.
 template <class T>
 static inline T* opaque(T* p) {
     asm("" : "+r"(p));
@@ -52,8 +58,9 @@ static inline V16 second_of_pairs(const std::byte* line) {
 #if defined(TLT_ISA_AVX2)
     // The mask stays in memory: with twelve accumulators there is no register for it, and the
     // compiler would spill an accumulator to make one.
-    alignas(32) static const uint32_t mask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
-                                                 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+    alignas(32) static const uint32_t mask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                 0xffff0000u, 0xffff0000u};
     const auto& memory = reinterpret_cast<const __m256i&>(mask);
     I16 odd;
     asm("vpand %2, %1, %0" : "=x"(odd.lo) : "x"(words.lo), "m"(memory));
@@ -85,7 +92,8 @@ struct Bf16Fma {
     }
 
     template <int M, int P, int steps>
-    static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w, int64_t stride) {
+    static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w,
+                            int64_t stride) {
         V16 b[P];
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) b[p] = first_of_pairs(w + p * stride);
@@ -110,7 +118,8 @@ struct Fp32Fma {
     }
 
     template <int M, int P, int steps>
-    static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w, int64_t stride) {
+    static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w,
+                            int64_t stride) {
         V16 b[P];
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) b[p] = load(reinterpret_cast<const float*>(w + p * stride));
@@ -133,7 +142,8 @@ struct Bf16Dot {
     }
 
     template <int M, int P, int steps>
-    static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w, int64_t stride) {
+    static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w,
+                            int64_t stride) {
         __m512bh b[P];
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
@@ -151,7 +161,8 @@ struct Bf16Dot {
 };
 #endif
 
-// Where a tile's results go: out + m * row_stride, `columns` of them (the last panel of a weight may be partial).
+// Where a tile's results go: out + m * row_stride, `columns` of them (the last panel of a weight
+// may be partial).
 struct TileOut {
     float* out;
     int64_t row_stride;
@@ -193,7 +204,7 @@ template <class Kind, int M, int P>
     }
     for (int64_t i = 0; i < whole_lines; i++) {
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) __builtin_prefetch(w + p * stride + ahead);
+        for (int p = 0; p < P; p++) __builtin_prefetch(w + p * stride + ahead, 0, 2);
         Kind::template line<M, P, kSteps>(acc, x, w, stride);
         x += kSteps * M;
         w += 64;

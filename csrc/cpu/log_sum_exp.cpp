@@ -1,6 +1,7 @@
 // log_sum_exp of rows of logits.
 //
-// Owns: nothing but the loop; token_row.h has the arithmetic. Invariant: a row's result depends on that row alone.
+// Owns: nothing but the loop; token_row.h has the arithmetic. Invariant: a row's result depends on
+// that row alone.
 #include "common/scratch.h"
 #include "cpu/kernels.h"
 #include "cpu/token_row.h"

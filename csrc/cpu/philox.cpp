@@ -1,4 +1,5 @@
-// philox_words and philox_uniform: the generator laid open for tests and for drafters' coupled noise.
+// philox_words and philox_uniform: the generator laid open for tests and for drafters' coupled
+// noise.
 //
 // Owns: loops. See philox.h for the generator. Invariant: sample draws exactly these uniforms.
 #include "cpu/philox.h"

@@ -1,8 +1,9 @@
-// Philox4x32-10 (Salmon et al., SC'11), sixteen counters at a time, and the noise that sampling draws from it.
+// Philox4x32-10 (Salmon et al., SC'11), sixteen counters at a time, and the noise that sampling
+// draws from it.
 //
-// Owns: what word belongs to which token, and the map from words to uniforms and to Gumbel noise, bit for bit as
-// `uniform` of engine/ops/reference.py. Does not know logits. Invariant: the noise of a token is a function of the
-// seed, the position and the token id alone.
+// Owns: what word belongs to which token, and the map from words to uniforms and to Gumbel noise,
+// bit for bit as `uniform` of engine/ops/reference.py. Does not know logits. Invariant: the noise
+// of a token is a function of the seed, the position and the token id alone.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@
 
 namespace tlt::TLT_ISA {
 
-inline constexpr int64_t kNoiseBlock = 64;  // tokens whose noise is made together: sixteen counters, four words each
+inline constexpr int64_t kNoiseBlock =
+    64;  // tokens whose noise is made together: sixteen counters, four words each
 
 // c[0..3], sixteen counters: replaced by their random words.
 static inline void philox(I16 c[4], uint32_t key0, uint32_t key1) {

@@ -1,7 +1,7 @@
 // rope_store: split qkv, normalise heads if asked, rotate q and k, store k and v in the cache.
 //
-// Owns: the rotation's arithmetic. Does not know who reads the cache. Invariant: what is written for a row depends
-// on that row alone; slots are distinct, so rows may go to any thread.
+// Owns: the rotation's arithmetic. Does not know who reads the cache. Invariant: what is written
+// for a row depends on that row alone; slots are distinct, so rows may go to any thread.
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
 #include "cpu/parallel.h"

@@ -1,12 +1,14 @@
 // sample: one token for each row, by the Gumbel-max rule of engine/ops/reference.py.
 //
-// Owns: the race of scores z + noise and its pruning. Does not know where rows come from. Invariants: a row's token
-// is a function of its own logits, parameters, seed and position; pruning leaves out only tokens that cannot win.
+// Owns: the race of scores z + noise and its pruning. Does not know where rows come from.
+// Invariants: a row's token is a function of its own logits, parameters, seed and position; pruning
+// leaves out only tokens that cannot win.
 //
-// Pruning: with E = -log(1 - x) the score of a token is z - log(E), and E >= x. So a token that reaches `best` has
-// x <= exp(z - best), which costs no logarithm to check. The winner's score is distributed as log_sum_exp(z) plus a
-// Gumbel variable: it is below log_sum_exp(z) - 2.5 once in 200,000 draws. Starting from there, some ten tokens are
-// left to be scored exactly. Should none reach the start, the race is run again without pruning.
+// Pruning: with E = -log(1 - x) the score of a token is z - log(E), and E >= x. So a token that
+// reaches `best` has x <= exp(z - best), which costs no logarithm to check. The winner's score is
+// distributed as log_sum_exp(z) plus a Gumbel variable: it is below log_sum_exp(z) - 2.5 once in
+// 200,000 draws. Starting from there, some ten tokens are left to be scored exactly. Should none
+// reach the start, the race is run again without pruning.
 #include "common/scratch.h"
 #include "cpu/kernels.h"
 #include "cpu/philox.h"
@@ -38,8 +40,8 @@ void score_tokens(const Cut& cut, V16 z, I16 words, int64_t first_id, Best& best
     best.id = static_cast<int32_t>(first_id + __builtin_ctz(bits(scores == splat(top))));
 }
 
-// Lanes whose x may be small enough for `best`: x 2^31 <= 2^31 exp(z - best), with 2^f <= 1 + f in place of the
-// exponential's mantissa, so that its bits are a linear function of z.
+// Lanes whose x may be small enough for `best`: x 2^31 <= 2^31 exp(z - best), with 2^f <= 1 + f in
+// place of the exponential's mantissa, so that its bits are a linear function of z.
 M16 may_reach(V16 z, I16 words, float best, float margin) {
     constexpr float log2e = 1.44269504f, mantissa = 0x1p23f;
     const V16 distance = max(splat(-80.0f), z - splat(best - margin));
@@ -129,7 +131,8 @@ RowMemory row_memory(const float* logits, int64_t vocab, bool filters) {
     const int64_t segments = vocab / kTokenSegment + 1;
     const auto floats = static_cast<size_t>(vocab + TokenRow::scratch_floats(vocab));
     const size_t best_bytes = static_cast<size_t>(segments) * sizeof(Best);
-    auto* memory = static_cast<char*>(scratch(Scratch::sample, floats * sizeof(float) + best_bytes));
+    auto* memory =
+        static_cast<char*>(scratch(Scratch::sample, floats * sizeof(float) + best_bytes));
     RowMemory m{};
     m.segment_best = reinterpret_cast<Best*>(memory);
     m.z = reinterpret_cast<float*>(memory + best_bytes);

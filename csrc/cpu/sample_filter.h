@@ -1,7 +1,8 @@
 // min-p, top-k and top-p: which tokens of a row may be sampled, as one Cut.
 //
-// Owns: the order of tokens (value, then lower id first) and what each filter keeps of it, as `kept_mask` of
-// engine/ops/reference.py. Does not know noise. Invariant: the kept tokens are a prefix of that order, hence a Cut.
+// Owns: the order of tokens (value, then lower id first) and what each filter keeps of it, as
+// `kept_mask` of engine/ops/reference.py. Does not know noise. Invariant: the kept tokens are a
+// prefix of that order, hence a Cut.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@ static inline Cut min_p_cut(float top, float min_p, Cut cut) {
     return {value < top ? value : top, INT32_MAX};  // the largest is always kept
 }
 
-// Keys of the kept tokens with value >= `low`, in no order that matters; returns how many. `keys` [vocab].
+// Keys of the kept tokens with value >= `low`, in no order that matters; returns how many. `keys`
+// [vocab].
 static inline int64_t gather(const TokenRow& row, const Cut& cut, float low, uint64_t* keys) {
     int64_t count = 0;
     for (int64_t b = 0; b < row.blocks(); b++) {
@@ -40,7 +42,8 @@ static inline int64_t gather(const TokenRow& row, const Cut& cut, float low, uin
 static inline Cut top_k_cut(const TokenRow& row, int64_t k, const Cut& cut, uint64_t* keys) {
     if (k <= 0 || k >= row.vocab) return cut;
     float low = cut.value;
-    if (k <= row.blocks()) {  // at least k tokens are not below the k-th largest of the blocks' maxima
+    if (k <=
+        row.blocks()) {  // at least k tokens are not below the k-th largest of the blocks' maxima
         for (int64_t b = 0; b < row.blocks(); b++) {
             keys[b] = token_key(row.block_max[b], static_cast<int32_t>(b));
         }
@@ -76,8 +79,9 @@ static inline double exp_double(double x) {
     return __builtin_bit_cast(double, __builtin_bit_cast(uint64_t, p) + exponent);
 }
 
-// Weights e^(x - top) of the kept tokens, summed by how far x is below top: bin i holds [i, i + 1) / kBinsPerNat.
-// Tokens further than kReach below weigh less than 1e-20 together: no top_p < 1 in fp32 can want them.
+// Weights e^(x - top) of the kept tokens, summed by how far x is below top: bin i holds [i, i + 1)
+// / kBinsPerNat. Tokens further than kReach below weigh less than 1e-20 together: no top_p < 1 in
+// fp32 can want them.
 struct WeightBins {
     static constexpr int kBinsPerNat = 8, kReach = 60, kCount = kBinsPerNat * kReach;
     double weight[kCount + 1] = {};
@@ -94,8 +98,7 @@ struct WeightBins {
             uint64_t lanes = 0;
             load_block(row.values, row.vocab, b, x);
             for (int i = 0; i < 4; i++) {
-                const M16 wanted =
-                    (x[i] >= splat(low)) & kept(cut, x[i], b * kTokenBlock + 16 * i);
+                const M16 wanted = (x[i] >= splat(low)) & kept(cut, x[i], b * kTokenBlock + 16 * i);
                 lanes |= static_cast<uint64_t>(bits(wanted)) << (16 * i);
                 store(below + 16 * i, select(wanted, splat(top) - x[i], zero()));
             }

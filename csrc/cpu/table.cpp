@@ -7,11 +7,9 @@
 namespace tlt::TLT_ISA {
 
 extern const KernelTable table;
-const KernelTable table = {
-    TLT_STRING(TLT_ISA),
+const KernelTable table = {TLT_STRING(TLT_ISA),
 #define TLT_ENTRY(name, Args) &name,
-    TLT_KERNELS(TLT_ENTRY)
-    TLT_CEILINGS(TLT_ENTRY)
+                           TLT_KERNELS(TLT_ENTRY) TLT_CEILINGS(TLT_ENTRY)
 #undef TLT_ENTRY
 };
 

@@ -1,4 +1,5 @@
-// Tokens in the order of sampling filters, largest value first and lower id first among equals: keys and a heap.
+// Tokens in the order of sampling filters, largest value first and lower id first among equals:
+// keys and a heap.
 //
 // Owns: the order. Invariant: keys of different tokens differ, so the order is total.
 #pragma once
@@ -23,7 +24,7 @@ static inline int32_t key_id(uint64_t key) {
 
 // A max-heap over an array that it rearranges.
 class TokenHeap {
-   public:
+  public:
     TokenHeap(uint64_t* keys, int64_t count) : keys_(keys), size_(count) {
         for (int64_t i = count / 2; i-- > 0;) sink(i);
     }
@@ -35,7 +36,7 @@ class TokenHeap {
         return top;
     }
 
-   private:
+  private:
     void sink(int64_t at) {
         const uint64_t key = keys_[at];
         for (int64_t child = 2 * at + 1; child < size_; child = 2 * at + 1) {

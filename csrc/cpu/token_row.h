@@ -1,7 +1,9 @@
-// A row of logits, walked in blocks of 64 tokens and segments of 4096: maxima, and sums of exponentials.
+// A row of logits, walked in blocks of 64 tokens and segments of 4096: maxima, and sums of
+// exponentials.
 //
-// Owns: the order of the sums. Does not know sampling. Invariant: a segment's sum is made of four vectors of partial
-// sums, and segments are added in order, so that a row gives the same bits on one thread or on many.
+// Owns: the order of the sums. Does not know sampling. Invariant: a segment's sum is made of four
+// vectors of partial sums, and segments are added in order, so that a row gives the same bits on
+// one thread or on many.
 #pragma once
 
 #include <cstdint>
@@ -72,7 +74,8 @@ static inline M16 kept(const Cut& cut, V16 x, int64_t first_id) {
 
 static inline float row_max(const TokenRow& row) {
     float top = -kInf;
-    for (int64_t b = 0; b < row.blocks(); b++) top = row.block_max[b] > top ? row.block_max[b] : top;
+    for (int64_t b = 0; b < row.blocks(); b++)
+        top = row.block_max[b] > top ? row.block_max[b] : top;
     return top;
 }
 
@@ -113,7 +116,8 @@ static inline float log_sum(const TokenRow& row, float top, const Cut& cut, int 
     return top + hmax(log(splat(static_cast<float>(total))));
 }
 
-// f(row, threads for that row) for each row: rows side by side if that fills the threads, one after another if not.
+// f(row, threads for that row) for each row: rows side by side if that fills the threads, one after
+// another if not.
 template <class F>
 static inline void for_each_row(int64_t num_rows, int64_t vocab, int num_threads, F f) {
     const int useful = worthwhile_threads(num_rows * vocab / 1024 + 1, 4096, num_threads);

@@ -1,7 +1,9 @@
-// Rearranging whole vectors: the 16 x 16 transpose of attention's keys and the interleaving of Philox words.
+// Rearranging whole vectors: the 16 x 16 transpose of attention's keys and the interleaving of
+// Philox words.
 //
-// Owns: the shuffles, one implementation per instruction set. Does not know what moves. Invariant: bits are moved,
-// never computed, so the implementations agree by construction (tests compare the kernels that use them).
+// Owns: the shuffles, one implementation per instruction set. Does not know what moves. Invariant:
+// bits are moved, never computed, so the implementations agree by construction (tests compare the
+// kernels that use them).
 #pragma once
 
 #include <cstdint>
@@ -25,7 +27,8 @@ static inline void transpose16(I16 rows[16]) {
         u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
         u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
     }
-    for (int i = 0; i < 4; i++) {  // u[4 g + i]: quarter q holds column 4 q + i of rows 4 g .. 4 g + 3
+    for (int i = 0; i < 4;
+         i++) {  // u[4 g + i]: quarter q holds column 4 q + i of rows 4 g .. 4 g + 3
         const __m512i a = _mm512_shuffle_i32x4(u[i], u[4 + i], 0x88);
         const __m512i b = _mm512_shuffle_i32x4(u[i], u[4 + i], 0xdd);
         const __m512i c = _mm512_shuffle_i32x4(u[8 + i], u[12 + i], 0x88);

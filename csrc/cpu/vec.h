@@ -1,18 +1,22 @@
-// V16: sixteen fp32 lanes, the one vector type that the kernels are written in. I16: sixteen 32-bit integers.
-// M16: sixteen truth values.
+// V16: sixteen fp32 lanes, the one vector type that the kernels are written in. I16: sixteen 32-bit
+// integers. M16: sixteen truth values.
 //
-// Owns: the choice of implementation (one zmm, two ymm, or an array) and the operations that are the same in all
-// of them: fixed-order helpers, exp, log, log1p. The primitive operations are in vec_{scalar,avx2,avx512}.h and
-// have the same names there:
-//   V16: load load_n store store_n load_bf16 load_bf16_n store_bf16 store_bf16_n splat zero + - * / fma fnma max
-//        min sqrt round_even hsum hmax hmin          (the _n forms touch n lanes only; other lanes load as +0)
-//   M16: < <= > >= == on V16 (ordered: false on NaN), eq_i lt_i on I16, & | ~, select, any, all, bits
-//   I16: load_i load_i_n store_i store_i_n splat_i iota + - & | ^ mul_lo mul_hi_u shl<n> shr<n> sar<n> select_i
+// Owns: the choice of implementation (one zmm, two ymm, or an array) and the operations that are
+// the same in all of them: fixed-order helpers, exp, log, log1p. The primitive operations are in
+// vec_{scalar,avx2,avx512}.h and have the same names there:
+//   V16: load load_n store store_n load_bf16 load_bf16_n store_bf16 store_bf16_n splat zero + - * /
+//   fma fnma max
+//        min sqrt round_even hsum hmax hmin          (the _n forms touch n lanes only; other lanes
+//        load as +0)
+//   M16: < <= > >= == on V16 (ordered: false on NaN), eq_i lt_i on I16, & | ~, select, any, all,
+//   bits I16: load_i load_i_n store_i store_i_n splat_i iota + - & | ^ mul_lo mul_hi_u shl<n>
+//   shr<n> sar<n> select_i
 //        to_float (signed) to_int (nearest even) as_int as_float
 // Does not know: any kernel.
-// Invariant: every operation gives the same bits in every implementation. So: max(a, b) is a > b ? a : b and
-// min(a, b) is a < b ? a : b as on x86 (the second operand when unordered); fma rounds once; horizontal operations
-// fold lanes i and i + 8, then i + 4, then i + 2, then i + 1; nothing is contracted (-ffp-contract=off).
+// Invariant: every operation gives the same bits in every implementation. So: max(a, b) is a > b ?
+// a : b and min(a, b) is a < b ? a : b as on x86 (the second operand when unordered); fma rounds
+// once; horizontal operations fold lanes i and i + 8, then i + 4, then i + 2, then i + 1; nothing
+// is contracted (-ffp-contract=off).
 #pragma once
 
 #include <cstddef>
@@ -50,7 +54,8 @@ static inline uint16_t float_to_bf16(float x) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// e^x within 1 ulp; 0 below -104, inf above 88.73, NaN for NaN. Cody-Waite reduction and a polynomial of degree 7.
+// e^x within 1 ulp; 0 below -104, inf above 88.73, NaN for NaN. Cody-Waite reduction and a
+// polynomial of degree 7.
 static inline V16 exp(V16 x) {
     x = min(splat(89.0f), max(splat(-104.0f), x));
     const V16 n = round_even(x * splat(1.44269504088896341f));
@@ -71,7 +76,8 @@ static inline V16 exp(V16 x) {
     return p * scale1 * scale2;
 }
 
-// ln x within 1 ulp; -inf for 0, NaN below 0, inf for inf. x = m 2^e with m in [sqrt(1/2), sqrt(2)).
+// ln x within 1 ulp; -inf for 0, NaN below 0, inf for inf. x = m 2^e with m in [sqrt(1/2),
+// sqrt(2)).
 static inline V16 log(V16 x) {
     const M16 tiny = x < splat(1.17549435e-38f);  // subnormal (or below 0): scale up first
     const V16 scaled = select(tiny, x * splat(8388608.0f), x);

@@ -177,9 +177,7 @@ static inline M16 lt_i(I16 a, I16 b) {
 static inline V16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 static inline I16 to_int(V16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
 static inline I16 as_int(V16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
-static inline V16 as_float(I16 a) {
-    return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)};
-}
+static inline V16 as_float(I16 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 static inline I16 select_i(M16 m, I16 a, I16 b) {
     return as_int(select(m, as_float(a), as_float(b)));
 }
@@ -195,14 +193,15 @@ static inline V16 load_bf16_n(const uint16_t* p, int64_t n) {
     for (int64_t i = 0; i < n; i++) lanes[i] = p[i];
     return load_bf16(lanes);
 }
-static inline __m256i narrow_bf16(__m256 a) {  // nearest even; NaN stays NaN; one value in each 32 bits
+static inline __m256i narrow_bf16(
+    __m256 a) {  // nearest even; NaN stays NaN; one value in each 32 bits
     const __m256i x = _mm256_castps_si256(a);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(x, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     const __m256i quiet = _mm256_or_si256(x, _mm256_set1_epi32(0x00400000));
     const __m256 nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
     return _mm256_srli_epi32(_mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded),
-                                                                 _mm256_castsi256_ps(quiet), nan)),
+                                                                  _mm256_castsi256_ps(quiet), nan)),
                              16);
 }
 static inline void store_bf16(uint16_t* p, V16 a) {

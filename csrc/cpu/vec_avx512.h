@@ -1,4 +1,5 @@
-// V16 as one zmm. See vec.h for the names, the semantics and the invariant. Needs avx512 f, bw, dq, vl and fma.
+// V16 as one zmm. See vec.h for the names, the semantics and the invariant. Needs avx512 f, bw, dq,
+// vl and fma.
 #pragma once
 
 #include <immintrin.h>
@@ -95,9 +96,7 @@ static inline I16 sar(I16 a) {
 }
 static inline M16 eq_i(I16 a, I16 b) { return {_mm512_cmpeq_epi32_mask(a.v, b.v)}; }
 static inline M16 lt_i(I16 a, I16 b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
-static inline I16 select_i(M16 m, I16 a, I16 b) {
-    return {_mm512_mask_blend_epi32(m.v, b.v, a.v)};
-}
+static inline I16 select_i(M16 m, I16 a, I16 b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
 static inline V16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline I16 to_int(V16 a) { return {_mm512_cvtps_epi32(a.v)}; }
 static inline I16 as_int(V16 a) { return {_mm512_castps_si512(a.v)}; }

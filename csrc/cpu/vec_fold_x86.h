@@ -1,5 +1,5 @@
-// Horizontal operations of V16 on x86: fold lanes i and i + 8, then i + 4, i + 2, i + 1. Shared by avx2 and avx512,
-// which give the two halves. See vec.h.
+// Horizontal operations of V16 on x86: fold lanes i and i + 8, then i + 4, i + 2, i + 1. Shared by
+// avx2 and avx512, which give the two halves. See vec.h.
 #pragma once
 
 #include <immintrin.h>

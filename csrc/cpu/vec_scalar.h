@@ -1,5 +1,5 @@
-// V16 as an array of sixteen floats: the definition of every operation, and the fallback on any machine.
-// See vec.h for the names, the semantics and the invariant.
+// V16 as an array of sixteen floats: the definition of every operation, and the fallback on any
+// machine. See vec.h for the names, the semantics and the invariant.
 #pragma once
 
 #include <cstdint>
@@ -133,9 +133,8 @@ static inline I16 mul_lo(I16 a, I16 b) {
 }
 // the high words of the unsigned 64-bit products
 static inline I16 mul_hi_u(I16 a, I16 b) {
-    return each_lane<I16>([&](int i) {
-        return static_cast<uint32_t>(static_cast<uint64_t>(a.v[i]) * b.v[i] >> 32);
-    });
+    return each_lane<I16>(
+        [&](int i) { return static_cast<uint32_t>(static_cast<uint64_t>(a.v[i]) * b.v[i] >> 32); });
 }
 template <int n>
 static inline I16 shl(I16 a) {
@@ -161,8 +160,7 @@ static inline I16 select_i(M16 m, I16 a, I16 b) {
     return each_lane<I16>([&](int i) { return m.v[i] ? a.v[i] : b.v[i]; });
 }
 static inline V16 to_float(I16 a) {
-    return each_lane<V16>(
-        [&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); });
+    return each_lane<V16>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); });
 }
 static inline I16 to_int(V16 a) {  // out of range and NaN give 0x80000000, as on x86
     return each_lane<I16>([&](int i) {
@@ -183,8 +181,8 @@ static inline V16 as_float(I16 a) {
 }
 
 static inline V16 load_bf16_n(const uint16_t* p, int64_t n) {
-    return as_float(each_lane<I16>(
-        [&](int i) { return i < n ? static_cast<uint32_t>(p[i]) << 16 : 0u; }));
+    return as_float(
+        each_lane<I16>([&](int i) { return i < n ? static_cast<uint32_t>(p[i]) << 16 : 0u; }));
 }
 static inline V16 load_bf16(const uint16_t* p) { return load_bf16_n(p, 16); }
 static inline void store_bf16_n(uint16_t* p, V16 a, int64_t n) {  // nearest even; NaN stays NaN

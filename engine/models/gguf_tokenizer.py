@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.tokenizer import Tokenizer
 
@@ -58,6 +58,9 @@ def _family(metadata: Mapping[str, Any]) -> str:
 def gguf_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """Vocabulary, merges, splitting and added tokens."""
     family = _family(metadata)
+    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
+        if key not in metadata:
+            raise ValueError(f"metadata lack {key}")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     kinds = list(zip(tokens, types, strict=True))
@@ -80,7 +83,32 @@ def gguf_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
             if kind == _USER_DEFINED
         ]
     )
+    _add_ends(backend, metadata, tokens, bos_by_default=family == "llama3")
     return backend
+
+
+def _add_ends(
+    backend: tokenizers.Tokenizer,
+    metadata: Mapping[str, Any],
+    tokens: list[str],
+    *,
+    bos_by_default: bool,
+) -> None:
+    """Have ``encode`` add bos and eos where the file says so; the Llama 3 family has a bos unless it says no."""
+    add = {
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_by_default),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
+    }
+    ids = {end: metadata.get(f"tokenizer.ggml.{end}_token_id") for end in add}
+    used = {end: tokens[i] for end, i in ids.items() if add[end] and i is not None}
+    if used:
+        before, after = used.get("bos"), used.get("eos")
+        single = " ".join(part for part in (before, "$A", after) if part)
+        backend.post_processor = processors.TemplateProcessing(
+            single=single,
+            pair=f"{single} $B",
+            special_tokens=[(token, ids[end]) for end, token in used.items()],
+        )
 
 
 def _pre_tokenizer(family: str) -> pre_tokenizers.PreTokenizer:
@@ -107,9 +135,6 @@ def gguf_tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if token_id is not None:
             config[f"{key}_token"] = tokens[token_id]
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token")
-    config["add_bos_token"] = bool(_family(metadata) == "llama3" if add_bos is None else add_bos)
-    config["add_eos_token"] = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
     return config

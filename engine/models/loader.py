@@ -98,6 +98,8 @@ def open_gguf(path: Path) -> Checkpoint:
         tokenizer = gguf_tokenizer(source.metadata)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path}: metadata are damaged ({error!r}); {_FETCH}") from error
     check(config, source)
     return Checkpoint(path, config, source, tokenizer)
 

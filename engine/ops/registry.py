@@ -104,7 +104,9 @@ def resolve_ops(
         device: where tensors live; "cpu".
         num_threads: of the native kernels; None takes the cores that this process may use.
         isa: instruction set of the native kernels ("scalar", "avx2", "avx512", "avx512bf16"); "auto" takes the
-            environment's TLT_CPU_ISA, or the best one whose bits are the same on every machine.
+            environment's TLT_CPU_ISA, or the best one that the machine has. All give the same bits, but
+            avx512bf16 rounds the activations of a bf16 weight to bf16: force another where bits must not
+            depend on the machine.
 
     Raises:
         ValueError: an unknown op, backend, device or instruction set, or a forced one that cannot run here.
@@ -151,14 +153,10 @@ def _choose(
 ) -> OpChoice:
     if wanted == "reference":
         return OpChoice(op, "reference", "forced")
-    native = backends.get("native")
-    if native is not None and op in native.missing():
-        blocked = "the native module has no such kernel"
-    if blocked is None and native is not None:
-        how = "forced" if wanted == "native" else "auto"
-        return OpChoice(
-            op, "native", f"{how}, {native.isa} ({origin}), {native.num_threads} threads"
-        )
+    if blocked is None:
+        native, how = backends["native"], "forced" if wanted == "native" else "auto"
+        reason = f"{how}, {native.isa} ({origin}), {native.num_threads} threads"
+        return OpChoice(op, "native", reason)
     if wanted == "native":
         raise ValueError(
             f"resolve_ops: backend of {op}: native was forced but cannot run: {blocked}"

@@ -14,6 +14,7 @@ from engine.models.decoder import Decoder
 from engine.models.layout import HEAD, TensorSource, expected_shapes
 from engine.models.loader import open_checkpoint
 from engine.models.workspace import _MAX_VIEWS
+from engine.ops import resolve_ops
 from engine.ops.reference import ReferenceOps
 from tests.models.paged import PagedSequences
 from tests.models.tiny import BASE, CASES, hf_forward, make_model, save
@@ -78,6 +79,19 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     assert max_difference(logits[43:], hf_forward(model, others[0])[0][19:]) <= TOLERANCE
     logits = batched.run([(1, 44, 45)]).logits
     assert max_difference(logits, expected[44:]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "llama-mqa", "qwen2-window", "qwen3-tied-bias"])
+def test_the_backend_that_users_get_equals_transformers(case: str, tmp_path: Path) -> None:
+    """Odd widths and head sizes through the packed weights of whatever "auto" chooses here."""
+    model = make_model(*CASES[case])
+    checkpoint = open_checkpoint(save(model, tmp_path))
+    decoder = Decoder(checkpoint.config, checkpoint.weights, resolve_ops("auto", num_threads=1))
+    ids = tokens(1)
+    pages = PagedSequences(decoder, [ids])
+    pages.run([(0, 0, 30)], [], tap_layers=(1,))
+    logits = pages.run([(0, 30, LENGTH)], [14, 2]).logits
+    assert max_difference(logits, hf_forward(model, ids)[0][[44, 32]]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-mha-tied", "qwen2-window", "qwen3"])

@@ -47,7 +47,7 @@ def make_decoder(checkpoint: Checkpoint, backend: str, dtype: str = "float32") -
     return Decoder(
         checkpoint.config,
         checkpoint.weights,
-        resolve_ops(backend),
+        resolve_ops(backend, num_threads=1),  # a busy machine makes two wait for each other
         dtype=dtype,
         max_rows=256,
         max_positions=512,

@@ -14,12 +14,13 @@ ISAS = usable_isas()
 EXACT_ISAS = [
     isa for isa in ISAS if isa != "avx512bf16"
 ]  # fp32 activations: the same bits everywhere
+BEST = EXACT_ISAS[-1]
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 1), (3, 5), (16, 2), (15, 64), (33, 31), (48, 65), (130, 97), (576, 576), (77, 1536)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 31, 64]
 
 
-def native(isa: str, num_threads: int = 2) -> Ops:
+def native(isa: str, num_threads: int = 1) -> Ops:
     return resolve_ops("native", isa=isa, num_threads=num_threads)
 
 
@@ -68,7 +69,7 @@ def test_agrees_with_the_reference_op() -> None:
     x, weight, bias = case(9, 70, 131, torch.bfloat16)
     reference, out = ReferenceOps(), torch.empty(9, 70)
     reference.linear(x, reference.pack_linear(weight, bias), out)
-    torch.testing.assert_close(run(native("auto"), x, weight, bias), out, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(run(native(BEST), x, weight, bias), out, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -107,17 +108,16 @@ def test_avx512bf16_rounds_activations_and_says_so() -> None:
     out, exact = run(native("avx512bf16"), x, weight), run(native("avx512"), x, weight)
     assert not torch.equal(out, exact)
     assert_close_to_exact(out, x.bfloat16().float(), weight, None)
-    assert native("auto").isa != "avx512bf16"
 
 
-@pytest.mark.parametrize("num_threads", [1, 3, 4, 7])
+@pytest.mark.parametrize("num_threads", [2, 3, 4, 7])
 @pytest.mark.parametrize("rows", [1, 8, 40])
 def test_threads_do_not_change_bits(num_threads: int, rows: int) -> None:
     """Also more threads than panels, where rows are divided too. Catches: parts that overlap or leave gaps."""
     for n in (16, 40, 250):
-        x, weight, bias = case(rows, n, 96, torch.bfloat16)
-        two = run(native("auto"), x, weight, bias)
-        assert torch.equal(run(native("auto", num_threads), x, weight, bias), two), n
+        x, weight, bias = case(rows, n, 576, torch.bfloat16)
+        alone = run(native(ISAS[-1]), x, weight, bias)
+        assert torch.equal(run(native(ISAS[-1], num_threads), x, weight, bias), alone), n
 
 
 def test_nothing_past_the_output_is_written() -> None:

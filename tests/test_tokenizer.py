@@ -1,0 +1,284 @@
+"""The tokenizer against transformers' on the same directory, and text that grows token by token."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from tokenizers import (
+    Tokenizer as Backend,
+)
+
+from engine.models.loader import open_checkpoint
+from engine.tokenizer import ByteDetokenizer, Tokenizer, WindowDetokenizer
+
+NASTY = [
+    "",
+    " ",
+    "\n\n \t\r\n",
+    "Hello, world! It's 12345.678e-9 o'clock; WE'LL see…",
+    "  leading and trailing   ",
+    "naïve Ünïcödé ﬁ ligature Å vs A\u030a",
+    "日本語テキスト、한국어 텍스트، العربية हिन्दी ไทย",
+    "👩‍👩‍👧‍👦🏳️‍🌈 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \U0010ffff \u200b\ufeff\u0000\x7f",
+    "def f(x):\n    return {'a': [1, 2, 3]}  # comment\n",
+    "<|im_start|>user\nhi<|im_end|> <|im_start|><|im_start|> <|endoftext|>x<|im_",
+    "a" * 300 + " " * 300 + "é" * 300,
+    "\ufffd is a character too \ufffd",
+]
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "What is 2 + 2?"}],
+    [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi <b>&amp;</b>"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b\n\nc"},
+        {"role": "user", "content": "日本 👍"},
+    ],
+]
+
+
+def transformers_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def check_equal(ours: Tokenizer, theirs: Any, texts: list[str]) -> None:
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.pad_token_id == theirs.pad_token_id
+    assert ours.vocab_size == len(theirs)
+    for text in texts:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special), text
+            for skip in (True, False):
+                expected = theirs.decode(ids, skip_special_tokens=skip)
+                assert ours.decode(ids, skip_special_tokens=skip) == expected, text
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    tokenizer = open_checkpoint("smollm2").tokenizer
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.mark.smollm2
+def test_smollm2_equals_transformers(smollm2: Tokenizer) -> None:
+    theirs = transformers_tokenizer(open_checkpoint("smollm2").path)
+    generator = random.Random(1)
+    noise = ["".join(chr(generator.randrange(1, 0xD800)) for _ in range(40)) for _ in range(20)]
+    check_equal(smollm2, theirs, NASTY + noise)
+    for messages in CHATS:
+        for prompt in (True, False):
+            options = {"add_generation_prompt": prompt}
+            expected = theirs.apply_chat_template(messages, tokenize=False, **options)
+            assert smollm2.render_chat(messages, **options) == expected
+            ids = theirs.apply_chat_template(messages, **options)["input_ids"]
+            assert smollm2.chat(messages, **options) == ids
+
+
+def train_backend() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=380, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([*NASTY, "<unk> user assistant", "user user"] * 2, trainer)
+    backend.add_special_tokens(
+        [AddedToken("<|endoftext|>"), AddedToken("<|im_start|>", special=True)]
+    )
+    backend.add_tokens([AddedToken("two words", normalized=False)])
+    return backend
+
+
+TEMPLATE = (
+    "{{ bos_token }}{%- for m in messages %}\n    {% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}\n"
+    "{{ m | tojson }}{% if loop.last %}{% break %}{% endif %}{% generation %}{{ m.content | trim }}{% endgeneration %}"
+    "{%- endfor %}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{{ '<a>' if add_generation_prompt }}"
+)  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {"eos_token": "<|endoftext|>"},
+    "bos": {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>", "add_bos_token": True},
+    "bos-eos": {
+        "bos_token": {"content": "<|im_start|>", "__type": "AddedToken"},
+        "eos_token": "<|endoftext|>",
+        "add_bos_token": True,
+        "add_eos_token": True,
+    },
+    "no-bos": {"bos_token": "<|im_start|>", "add_bos_token": False},
+    "named-in-config-only": {"eos_token": "user", "pad_token": "<|im_start|>"},
+    "decoder": {
+        "added_tokens_decoder": {
+            "383": {"content": "<new>", "special": True, "normalized": False},
+            "384": {"content": "<plain>", "special": False, "normalized": False},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("templated", [False, True])
+def test_what_the_config_adds_equals_transformers(
+    name: str, templated: bool, tmp_path: Path
+) -> None:
+    """Special tokens from tokenizer_config.json, over a tokenizer.json with or without a bos of its own."""
+    backend = train_backend()
+    if templated:
+        start = "<|im_start|>"
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{start} $A",
+            pair=f"{start} $A $B",
+            special_tokens=[(start, backend.token_to_id(start))],
+        )
+    backend.enable_truncation(5)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE} | CONFIGS[
+        name
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers_tokenizer(tmp_path)
+    theirs.backend_tokenizer.no_truncation()
+    ours = Tokenizer.from_directory(tmp_path)
+    texts = [*NASTY, "two words", "<new><plain>two words", "a user", "user<|endoftext|>users"]
+    check_equal(ours, theirs, texts)
+    for messages in CHATS:
+        for options in ({}, {"enable_thinking": False}):
+            expected = theirs.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options
+            )
+            assert ours.render_chat(messages, **options) == expected
+
+
+def test_templates_in_a_file_or_by_name(tmp_path: Path) -> None:
+    train_backend().save(str(tmp_path / "tokenizer.json"))
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer.from_directory(tmp_path).render_chat(CHATS[0]) == "d"
+    (tmp_path / "chat_template.jinja").write_text("f")
+    assert Tokenizer.from_directory(tmp_path).render_chat(CHATS[0]) == "f"
+
+
+def test_chat_refuses_in_words() -> None:
+    tokenizer = Tokenizer(train_backend(), {"chat_template": TEMPLATE})
+    with pytest.raises(ValueError, match="refuses the messages: no tools"):
+        tokenizer.render_chat([{"role": "tool", "content": ""}])
+    with pytest.raises(ValueError, match="tools are not supported"):
+        tokenizer.chat(CHATS[0], tools=[{"type": "function"}])
+    with pytest.raises(ValueError, match="a message is a dict with 'role'"):
+        tokenizer.chat(["hello"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokenizer(train_backend(), {}).chat(CHATS[0])
+    with pytest.raises(ValueError, match="refuses the messages"):
+        Tokenizer(train_backend(), {"chat_template": "{% if %}"}).chat(CHATS[0])
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    """A template comes with a download: it must not reach Python."""
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ValueError, match="refuses the messages"):
+        Tokenizer(train_backend(), {"chat_template": attack}).render_chat(CHATS[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "{", r"tokenizer\.json is damaged"),
+        ("tokenizer.json", None, r"tokenizer\.json does not exist"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
+    ],
+)
+def test_damaged_files_are_named(name: str, text: str | None, message: str, tmp_path: Path) -> None:
+    train_backend().save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_directory(tmp_path)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+    return [*(detokenizer.push(i) for i in ids), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_growing_text_equals_the_whole(skip: bool) -> None:
+    """Random ids: most are no UTF-8, special tokens fall into characters, some ids have no token at all."""
+    tokenizer = Tokenizer(train_backend(), {"eos_token": "<|endoftext|>"})
+    assert isinstance(tokenizer.detokenizer(), ByteDetokenizer)
+    generator = random.Random(2)
+    for _ in range(300):
+        ids = [
+            generator.randrange(tokenizer.vocab_size + 5) for _ in range(generator.randrange(40))
+        ]
+        text = tokenizer.decode(ids, skip_special_tokens=skip)
+        assert "".join(pieces_of(tokenizer, ids, skip=skip)) == text, ids
+
+
+def test_no_piece_holds_half_a_character() -> None:
+    tokenizer = Tokenizer(train_backend(), {})
+    for text in NASTY:
+        pieces = pieces_of(tokenizer, tokenizer.encode(text), skip=False)
+        assert "".join(pieces) == text
+        assert pieces[-1] == "", "a text that is whole leaves nothing to finish"
+        assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
+    emoji = tokenizer.encode("👍")
+    assert len(emoji) > 1
+    assert pieces_of(tokenizer, emoji, skip=False)[-2] == "👍"
+    assert pieces_of(tokenizer, emoji[:-1], skip=False)[-1] == "\ufffd"
+
+
+def test_growing_text_of_a_sentencepiece_model() -> None:
+    """Llama 2's decoder: spaces as ▁, bytes of unknown characters as <0xE2>, the first space cut."""
+    pieces = ["<unk>", "▁", "▁Hello", "▁wor", "ld", "!", *(f"<0x{i:02X}>" for i in range(256))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = Tokenizer(backend, {})
+    assert isinstance(tokenizer.detokenizer(), WindowDetokenizer)
+    ids = [2, 3, 4, 5, 1]
+    for char in "é 👍":
+        ids += [vocab[f"<0x{byte:02X}>"] for byte in char.encode()]
+    ids += [3, 4]
+    found = pieces_of(tokenizer, ids, skip=True)
+    assert "".join(found) == tokenizer.decode(ids) == "Hello world! é 👍 world"
+    assert "\ufffd" not in "".join(found)
+    cut = [*ids[:-2][:5], *ids[:-3][-3:]]  # half a character after plain text
+    assert "".join(pieces_of(tokenizer, cut, skip=True)) == tokenizer.decode(cut)
+
+
+@pytest.mark.smollm2
+def test_a_token_costs_microseconds(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode(" ".join(NASTY) * 20)
+    best = float("inf")
+    for _ in range(5):
+        detokenizer = smollm2.detokenizer()
+        start = time.process_time()
+        for token_id in ids:
+            detokenizer.push(token_id)
+        best = min(best, (time.process_time() - start) / len(ids))
+    assert best < 20e-6
