@@ -49,7 +49,7 @@ class Field:
         )
         threads = self.ours.llm.config.num_threads
         self.peers = [make_peer(name, options.model, threads) for name in options.peer]
-        self.probe = Probe(self.ours.ops.isa, threads)
+        self.probe = Probe(self.ours.ops.isa, threads, bf16_weights=options.dtype == "bfloat16")
         self.num_rounds: int = options.rounds
         self._rates: list[Rates] = []
 

@@ -75,7 +75,7 @@ def _summary(
     work = pass_work(field.ours.shape, [(context_len, count)], count)
     bound = Samples(
         tuple(
-            floor_s([work], rates.read_gb_s, rates.fp32_gflop_s) / seconds[index]
+            floor_s([work], rates.read_gb_s, rates.gflop_s) / seconds[index]
             for rates, seconds in zip(rounds.rates, passes, strict=True)
         )
     ).median

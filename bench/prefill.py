@@ -42,8 +42,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             ratio = Samples(tuple(s / o for s, o in zip(seconds, ours, strict=True))).median
             fraction = Samples(
                 tuple(
-                    work.compute_s(rates.fp32_gflop_s) / s
+                    work.compute_s(rates.gflop_s) / s
                     for rates, s in zip(rounds.rates, seconds, strict=True)
+                )
+            ).median
+            fp32 = Samples(
+                tuple(
+                    work.compute_s(r.fp32_gflop_s) / s
+                    for r, s in zip(rounds.rates, seconds, strict=True)
                 )
             ).median
             is_ours = name == field.ours.name
@@ -63,6 +69,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     "flops": work.flops,
                     "num_bytes": work.num_bytes,
                     "flop_fraction": fraction,
+                    "fp32_flop_fraction": fp32,
                     "ours_over_this": None if is_ours else ratio,
                 }
             )

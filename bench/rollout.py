@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ).median
         bound = Samples(
             tuple(
-                floor_s(passes, rates.read_gb_s, rates.fp32_gflop_s) / g.total_s
+                floor_s(passes, rates.read_gb_s, rates.gflop_s) / g.total_s
                 for rates, g in zip(rounds.rates, generations, strict=True)
             )
         ).median

@@ -42,6 +42,7 @@ def test_op(benchmark, case: Case, ops: Ops, ceilings: Ceilings) -> None:
         "num_bytes": case.work.num_bytes,
         "flops": case.work.flops,
         "read_gb_s_ceiling": ceilings.read_gb_s,
+        "gflop_s_ceiling": ceilings.gflop_s,
         "fp32_gflop_s_ceiling": ceilings.fp32_gflop_s,
     }
     benchmark(call)

@@ -119,15 +119,17 @@ def _summary(
     passes = _decode_passes(field, jobs)
     work = total(passes)
     expected = sum(job.num_tokens - 1 for job in jobs)
-    memory, compute, bound = [], [], []
+    memory, compute, bound, fp32 = [], [], [], []
     for rates, g in zip(rounds.rates, generations, strict=True):
         seconds = g.decode_s * expected / max(1, g.num_decode_tokens)
         memory.append(work.memory_s(rates.read_gb_s) / seconds)
-        compute.append(work.compute_s(rates.fp32_gflop_s) / seconds)
-        bound.append(floor_s(passes, rates.read_gb_s, rates.fp32_gflop_s) / seconds)
+        compute.append(work.compute_s(rates.gflop_s) / seconds)
+        fp32.append(work.compute_s(rates.fp32_gflop_s) / seconds)
+        bound.append(floor_s(passes, rates.read_gb_s, rates.gflop_s) / seconds)
     fractions = [Samples(tuple(values)).median for values in (memory, compute, bound)]
     names = ("memory_fraction", "flop_fraction", "bound_fraction")
     result |= dict(zip(names, fractions, strict=True))
+    result["fp32_flop_fraction"] = Samples(tuple(fp32)).median
     result |= {"decode_bytes": work.num_bytes, "decode_flops": work.flops}
     return [*row, *(f"{value:.0%}" for value in fractions), None], result
 

@@ -16,7 +16,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.kv_cache import KVCache
 from engine.request import Request
@@ -24,8 +24,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Committed, ScheduledRows, ScheduledStep, Scheduler
 
 VOCAB, STOP, EOS = 6, 4, 5
-SIZE = 4
-MAX_LEN = 40
+SIZE, MAX_LEN = 4, 40
 PROMPTS = [(0,), (1, 2, 3), *(tuple(i % 4 for i in range(n)) for n in (5, 9, 12, 16, 17, 23))]
 PARAMS = [
     {"max_tokens": 1},
@@ -108,6 +107,7 @@ class World:
             seed=0,
             max_total_len=MAX_LEN,
             eos_token_ids=frozenset({EOS}),
+            arrival=len(self.lives),
         )
         if self.scheduler.get(request_id) is not None:
             with pytest.raises(ValueError, match="in use"):
@@ -129,7 +129,7 @@ class World:
     # ---- a step
 
     def step(self, rng: Random, ending: str = "commit", abort: str | None = None) -> bool:
-        oldest = next((r for r in self.scheduler._running if not r.is_finished), None)
+        oldest = next(iter(self.scheduler._running), None)
         step = self.scheduler.schedule()
         self.scheduler.check()
         num_rows = step.num_tokens + sum(rows.num_tree_nodes for rows in step.rows)
@@ -140,14 +140,22 @@ class World:
         assert oldest is None or any(r.request is oldest for r in step.rows), "the oldest waits"
         for rows in step.rows[len(step.rows) - step.num_admitted :]:
             self.life_of[id(rows.request)].admitted_under = self.kv.version
-        if abort is not None:
-            self.scheduler.abort(abort)
+            assert rows.start == 0 or rows.request.params.prompt_logprobs is None, rows
+        if abort is not None and self.scheduler.abort(abort) and rng.random() < 0.5:
+            self.add(abort, rng.choice(PROMPTS), rng.choice(ANY))  # the id is free at once
         if ending == "fail":
             self._spoil(step)
             self.scheduler.fail(step)
         else:
             for committed in self.scheduler.commit(step, self._forward(step, rng)):
                 self._receive(committed, rng)
+            for rows in step.rows:
+                assert rows.request.is_decoding or rows.request.is_finished or not rows.samples
+        for request in self.scheduler._running:
+            num_pages = self.kv.num_pages_for(request.num_computed)
+            assert request.is_finished or len(request.pages) == num_pages, "scratch is kept"
+        order = [r.arrival for r in (*self.scheduler._running, *self.scheduler._waiting)]
+        assert order == sorted(order), "somebody was overtaken"
         self.scheduler.check()
         return True
 
@@ -235,10 +243,9 @@ class World:
 
     def drain(self, rng: Random) -> None:
         """Run what is left without accidents. No livelock stays under the generous bound."""
-        num_steps = 0
+        budget = iter(range(50 + 80 * len(self.lives)))
         while self.step(rng):
-            num_steps += 1
-            assert num_steps < 50 + 80 * len(self.lives), "livelock"
+            assert next(budget, None) is not None, "livelock"
         assert self.kv.num_used_pages == 0
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for life in self.lives:
@@ -317,9 +324,7 @@ def test_same_calls_same_pages():
         one, two = random_life(seed), random_life(seed)
         assert one.kv._page_of == two.kv._page_of
         assert one.kv._blank == two.kv._blank
-        assert {s: (c.token, c.position) for s, c in one.memory.items()} == {
-            s: (c.token, c.position) for s, c in two.memory.items()
-        }
+        assert [one.memory[s].token for s in two.memory] == [c.token for c in two.memory.values()]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -365,7 +370,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, request_id):
         self.world.scheduler.abort(request_id)
 
-    @precondition(lambda self: self.world.lives)
     @rule(version=st.integers(0, 3))
     def new_weights(self, version):
         self.world.kv.set_version(version)

@@ -102,7 +102,7 @@ def train_backend() -> Backend:
     backend.add_special_tokens(
         [AddedToken("<|endoftext|>"), AddedToken("<|im_start|>", special=True)]
     )
-    backend.add_tokens([AddedToken("two words", normalized=False)])
+    backend.add_tokens([AddedToken(t, normalized=False) for t in ("two words", "né à", "né")])
     return backend
 
 
@@ -125,8 +125,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "named-in-config-only": {"eos_token": "user", "pad_token": "<|im_start|>"},
     "decoder": {
         "added_tokens_decoder": {
-            "383": {"content": "<new>", "special": True, "normalized": False},
-            "384": {"content": "<plain>", "special": False, "normalized": False},
+            "385": {"content": "<new>", "special": True, "normalized": False},
+            "386": {"content": "<plain>", "special": False, "normalized": False},
         }
     },
 }
@@ -155,7 +155,13 @@ def test_what_the_config_adds_equals_transformers(
     theirs = transformers_tokenizer(tmp_path)
     theirs.backend_tokenizer.no_truncation()
     ours = Tokenizer.from_directory(tmp_path)
-    texts = [*NASTY, "two words", "<new><plain>two words", "a user", "user<|endoftext|>users"]
+    texts = [
+        *NASTY,
+        "two words né à né",
+        "<new><plain>two words",
+        "a user",
+        "user<|endoftext|>users",
+    ]
     check_equal(ours, theirs, texts)
     for messages in CHATS:
         for options in ({}, {"enable_thinking": False}):

@@ -16,7 +16,7 @@ using tlt::PackedLinear;
 
 NB_MODULE(_native, m) {
     tlt::init_batch_names();
-    m.def("init_tensors", &tlt::init_tensors, "tensor_type"_a, "elements"_a,
+    m.def("init_tensors", &tlt::init_tensors, "tensor_type"_a, "elements"_a, "want_exchange"_a,
           "Tell the module what torch.Tensor is; true if torch's exchange API is in use.");
     m.def("usable_isas", &tlt::usable_isas, "Instruction sets compiled in and usable here.");
 

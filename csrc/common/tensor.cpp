@@ -94,7 +94,7 @@ Tensor read_exchange(nb::handle h, Site site) {
         reject(site, "a dense CPU tensor",
                text_of(h.attr("device")) + ", " + text_of(h.attr("layout")));
     }
-    if (d.device.type != kDlCpu) reject(site, "a CPU tensor", text_of(h.attr("device")));
+    if (d.device.type != kDlCpu) reject(site, "a dense CPU tensor", text_of(h.attr("device")));
     Tensor t{static_cast<char*>(d.data) + d.byte_offset, element_of(d.dtype), d.ndim, {}};
     if (d.ndim > kMaxDims) reject(site, "at most 6 dimensions", std::to_string(d.ndim));
     int64_t stride = 1, count = 1;
@@ -111,7 +111,7 @@ Tensor read_exchange(nb::handle h, Site site) {
 
 Tensor read_attributes(nb::handle h, Site site) {
     if (!nb::cast<bool>(nb::bool_(h.attr("device").attr("type").equal(nb::str("cpu"))))) {
-        reject(site, "a CPU tensor", text_of(h.attr("device")));
+        reject(site, "a dense CPU tensor", text_of(h.attr("device")));
     }
     if (!nb::cast<bool>(h.attr("is_contiguous")())) reject_layout(h, site);
     Tensor t{};
@@ -133,12 +133,12 @@ void reject(Site site, const std::string& expected, const std::string& got) {
                                 ": expected " + expected + ", got " + got);
 }
 
-bool init_tensors(nb::object type, nb::dict elements) {
+bool init_tensors(nb::object type, nb::dict elements, bool want_exchange) {
     tensor_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
     element_of_dtype = elements.release().ptr();
     exchange = nullptr;
     const nb::handle holder(reinterpret_cast<PyObject*>(tensor_type));
-    if (!nb::hasattr(holder, "__dlpack_c_exchange_api__")) return false;
+    if (!want_exchange || !nb::hasattr(holder, "__dlpack_c_exchange_api__")) return false;
     const nb::object capsule = holder.attr("__dlpack_c_exchange_api__");
     const void* api = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
     if (api == nullptr) throw nb::python_error();

@@ -50,9 +50,9 @@ struct Site {
     const char* argument;
 };
 
-// To be called once, before `take`: the class torch.Tensor and {torch dtype: Element}. True when
-// the exchange API is in use, false for the fallback.
-bool init_tensors(nanobind::object tensor_type, nanobind::dict elements);
+// To be called before `take`: the class torch.Tensor and {torch dtype: Element}. Takes the exchange
+// API if torch has it and it is wanted; returns whether it did.
+bool init_tensors(nanobind::object tensor_type, nanobind::dict elements, bool want_exchange);
 
 // Throws std::invalid_argument (ValueError) naming op, argument, what was expected and what came.
 Tensor take(nanobind::handle h, Site site, Elements elements, std::initializer_list<int64_t> shape);

@@ -118,10 +118,16 @@ void run_whole(const AttentionArgs& a, const Planned& block, int64_t head, Works
 // One task per (block, kv head); the last blocks, which see most keys, first.
 template <class T>
 void run_blocks(const AttentionArgs& a, const Plan& plan, const Sizes& sizes, int num_threads) {
-    const int64_t heads = a.num_kv_heads;
-    parallel_tasks(plan.num_blocks * heads, num_threads, [&](int64_t task) {
+    const int64_t heads = a.num_kv_heads, tasks = plan.num_blocks * heads;
+    const auto block = [&](int64_t task) {
+        return plan.blocks[plan.num_blocks - 1 - task / heads];
+    };
+    parallel_lanes(tasks, num_threads, [&](int64_t task) {
         Workspace w = workspace(a, sizes);
-        run_whole<T>(a, plan.blocks[plan.num_blocks - 1 - task / heads], task % heads, w);
+        if (task + 1 < tasks) {  // most likely this thread's next
+            BlockAttention<T>(a, block(task + 1).rows, (task + 1) % heads, w).prefetch();
+        }
+        run_whole<T>(a, block(task), task % heads, w);
     });
 }
 

@@ -72,6 +72,15 @@ class BlockAttention {
         }
     }
 
+    // Asks for the pages that the first chunk will read.
+    void prefetch() const {
+        const Span span = row_span(a_, block_.row_begin);
+        const int64_t first = span.begin / kChunk * kChunkPages;
+        const int64_t end =
+            lesser(first + kChunkPages, (span.tail + kPageTokens - 1) / kPageTokens);
+        for (int64_t p = first; p < end; p++) prefetch_page(cache_, pages_[p], a_.head_dim);
+    }
+
     // Partial results of all queries over segment `segment`, into `into`.
     void segment(int64_t segment, Partial into) {
         clear(into);

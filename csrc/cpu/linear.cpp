@@ -57,18 +57,23 @@ void pack_group(const Problem<Kind>& q, int64_t group, typename Kind::X* packed)
     const int64_t k = q.weight.k, first = q.groups.first(group);
     const int size = q.groups.size(group);
     auto* to = reinterpret_cast<int32_t*>(packed + q.steps * first);
+    const int32_t* const end = to + q.steps * size;
     for (int64_t step = 0; step < q.steps; step += 16) {
         const int64_t count = smaller(16, q.steps - step);
         I16 words[16];
         for (int m = 0; m < size; m++) words[m] = Kind::words(q.args.x + (first + m) * k, step, k);
+        if (size == 1) {
+            store_i_n(to, words[0], count);
+            to += count;
+            continue;
+        }
         for (int m = size; m < 16; m++) words[m] = splat_i(0);
         transpose16(words);
-        const bool last = step + 16 >= q.steps;
         for (int64_t i = 0; i < count; i++, to += size) {
-            if (last) {
-                store_i_n(to, words[i], size);
-            } else {
+            if (to + 16 <= end) {
                 store_i(to, words[i]);
+            } else {
+                store_i_n(to, words[i], size);  // behind `end` another thread packs another group
             }
         }
     }

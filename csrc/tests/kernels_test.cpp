@@ -188,6 +188,46 @@ Bytes attention(const Run& run, Dtype dtype, int64_t num_kv_heads, int64_t head_
                       window);
 }
 
+// Few rows over many keys: with several threads the keys are cut into segments.
+Bytes long_attention(const Run& run, int64_t rows, int64_t length, int64_t window) {
+    constexpr int64_t kHeadDim = 24, kHeads = 2;
+    Inputs in;
+    const int64_t num_pages = (length + kPageTokens - 1) / kPageTokens;
+    const std::vector<uint16_t> k_cache = in.bf16(num_pages * kPageTokens * kHeads * kHeadDim);
+    const std::vector<uint16_t> v_cache = in.bf16(num_pages * kPageTokens * kHeads * kHeadDim);
+    const Floats q = in.floats(rows * kHeads * kHeadDim);
+    Ints page_table, ctx_len, tail_start{0};
+    for (int64_t page = num_pages; page-- > 0;) page_table.push_back(static_cast<int32_t>(page));
+    for (int64_t row = 0; row < rows; row++) {
+        ctx_len.push_back(static_cast<int32_t>(length - rows + row + 1));
+        tail_start.push_back(0);
+    }
+    const Ints row_start = {0, static_cast<int32_t>(rows)};
+    const BatchView batch{nullptr,           nullptr,        row_start.data(),
+                          page_table.data(), ctx_len.data(), tail_start.data(),
+                          nullptr,           rows,           1,
+                          num_pages};
+    Floats out(q.size(), -1.0f);
+    run.table.attention({q.data(), k_cache.data(), v_cache.data(), Dtype::bf16, batch, 0.2f, window,
+                         out.data(), kHeads, kHeads, kHeadDim, run.num_threads});
+    Bytes result;
+    append(result, out);
+    return result;
+}
+
+Bytes noise(const Run& run, int64_t vocab) {
+    Inputs in;
+    Floats uniforms(static_cast<size_t>(vocab), -1.0f);
+    run.table.philox_uniform({INT64_MIN + 3, 77, uniforms.data(), vocab});
+    const Ints counters = in.ints(4 * 3, INT32_MAX), keys = in.ints(2 * 3, INT32_MAX);
+    Ints words(4 * 3, -1);
+    run.table.philox_words({counters.data(), keys.data(), words.data(), 3});
+    Bytes result;
+    append(result, uniforms);
+    append(result, words);
+    return result;
+}
+
 Bytes sampling(const Run& run, int64_t vocab) {
     Inputs in;
     constexpr int64_t kRows = 7;
@@ -208,6 +248,10 @@ Bytes sampling(const Run& run, int64_t vocab) {
     append(result, tokens);
     append(result, logprobs);
     append(result, lse);
+    run.table.sample({logits.data(), temperature.data(), top_k.data(), top_p.data(), min_p.data(),
+                      seeds.data(), positions.data(), tokens.data(), logprobs.data(), kRows, vocab,
+                      run.num_threads, false});
+    append(result, tokens);
     return result;
 }
 
@@ -244,7 +288,16 @@ std::vector<Case> all_cases() {
                              [=](const Run& run) { return row_ops(run, rows, width); }});
         }
     }
-    for (const int64_t vocab : {1, 2, 17, 100, 5003}) {
+    for (const int64_t rows : {1, 37}) {
+        for (const int64_t window : {0, 300}) {
+            cases.push_back(
+                {"attention of " + std::to_string(rows) + " rows to 1003 keys",
+                 [=](const Run& run) { return long_attention(run, rows, 1003, window); }});
+        }
+    }
+    for (const int64_t vocab : {1, 2, 17, 100, 5003, 20000}) {
+        cases.push_back({"noise of " + std::to_string(vocab),
+                         [=](const Run& run) { return noise(run, vocab); }});
         cases.push_back({"sampling from " + std::to_string(vocab),
                          [=](const Run& run) { return sampling(run, vocab); }});
     }

@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.batch import ForwardBatch
 from engine.config import ModelConfig
 from engine.models.layout import EMBEDDING, FINAL_NORM, HEAD, TensorSource, WeightSource, check
+from engine.models.load_threads import one_torch_thread
 from engine.models.rope import rope_tables
 from engine.models.workspace import Views, Workspace
 
@@ -114,9 +115,12 @@ class Decoder:
             ValueError: as the constructor.
         """
         source = weights if isinstance(weights, WeightSource) else TensorSource(weights)
+        check(self.config, source)
+        with one_torch_thread():
+            return self._pack(_Reader(source, self.ops, self.kv_dtype))
+
+    def _pack(self, read: _Reader) -> DecoderWeights:
         config = self.config
-        check(config, source)
-        read = _Reader(source, self.ops, self.kv_dtype)
         embedding = read.table(EMBEDDING)
         norms = [
             read.norm(f"model.layers.{i}.input_layernorm.weight") for i in range(config.num_layers)

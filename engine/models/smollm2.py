@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.models.layout import check, expected_shapes
+from engine.models.load_threads import one_torch_thread
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,10 @@ def _convert(path: Path, directory: Path) -> None:
     config = source.config()
     check(config, source)
     tensors: dict[str, torch.Tensor] = {}
-    for name, shape in expected_shapes(config).items():
-        tensors[name] = torch.empty(shape, dtype=torch.bfloat16)
-        source.read(name, tensors[name])
+    with one_torch_thread():
+        for name, shape in expected_shapes(config).items():
+            tensors[name] = torch.empty(shape, dtype=torch.bfloat16)
+            source.read(name, tensors[name])
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     gguf_backend(source.metadata).save(str(directory / "tokenizer.json"))
     hf_config = source.hf_config()

@@ -4,7 +4,9 @@ from torch import Tensor, dtype
 
 from engine.batch import ForwardBatch
 
-def init_tensors(tensor_type: type[Tensor], elements: dict[dtype, int]) -> bool: ...
+def init_tensors(
+    tensor_type: type[Tensor], elements: dict[dtype, int], want_exchange: bool
+) -> bool: ...
 def usable_isas() -> list[str]: ...
 def ceiling_work(
     isa: str, kind: str, num_threads: int, count: int, buffer: Tensor | None

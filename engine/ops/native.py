@@ -29,7 +29,7 @@ except ImportError as error:
     )
 else:
     _IMPORT_ERROR = ""
-    uses_exchange_api = _native.init_tensors(Tensor, _ELEMENTS)
+    _native.init_tensors(Tensor, _ELEMENTS, True)
 
 
 def native_unavailable() -> str | None:
@@ -40,6 +40,14 @@ def native_unavailable() -> str | None:
 def usable_isas() -> list[str]:
     """Instruction sets that were compiled in and that this machine has, best last."""
     return _native.usable_isas() if _native is not None else []
+
+
+def use_exchange_api(wanted: bool) -> bool:
+    """Read tensors through torch's DLPack exchange API (the default, where torch has it) or through ``data_ptr()``.
+
+    Returns whether it is in use. For tests: both ways check the same, the second takes microseconds a tensor.
+    """
+    return _native is not None and _native.init_tensors(Tensor, _ELEMENTS, wanted)
 
 
 def cpu_ops(isa: str, num_threads: int) -> CpuOps:

@@ -35,6 +35,7 @@ def test_bench_runs_verified(name: str, small: list[str], capsys) -> None:
     assert record["verified"] is True
     assert record["machine"]["read_gb_s"] > 0
     assert record["machine"]["fp32_gflop_s"] > 0
+    assert record["machine"]["arithmetic"] == "fp32 FMA"
     assert record["results"]
     assert any(line.startswith("ceilings: ") for line in output)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -209,46 +210,54 @@ TEXTS = [
 ]
 
 
-def reference_backend(pre: str) -> Backend:
-    """The tokenizer as transformers builds it for the family, trained on the texts."""
+def split_of_transformers(pre: str) -> pre_tokenizers.PreTokenizer:
+    """How the family's tokenizer splits text, taken from transformers."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-    backend = Backend(models.BPE(ignore_merges=pre == "llama-bpe"))
+    if pre == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        return pre_tokenizers.Sequence([digits, words])
+    pattern = PRETOKENIZE_REGEX if pre == "qwen2" else TikTokenConverter(vocab_file="-").pattern
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, byte_level])
+
+
+def reference_backend(pre: str) -> Backend:
+    """The tokenizer as transformers builds it for the family.
+
+    Its merges cross what the families split (numbers), and some words have no merges, so that each rule shows.
+    """
+    trained = Backend(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    trained.train_from_iterator([*TEXTS, "12345 345 45 123 " * 9] * 3, trainer)
+    model = json.loads(trained.to_str())["model"]
+    merges = [(left, right) for left, right in model["merges"] if not right.endswith("n")]
+    backend = Backend(
+        models.BPE(vocab=model["vocab"], merges=merges, ignore_merges=pre == "llama-bpe")
+    )
+    backend.pre_tokenizer = split_of_transformers(pre)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-        split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    elif pre == "llama-bpe":
-        pattern = TikTokenConverter(vocab_file="none").pattern
-        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    else:
-        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator(TEXTS * 3, trainer)
-    backend.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in ("<s>", "</s>")]
-    )
+    specials = [AddedToken(t, special=True, normalized=False) for t in ("<s>", "</s>")]
+    backend.add_special_tokens(specials)
     backend.add_tokens([AddedToken("<|tool|>", special=False, normalized=False)])
     return backend
 
 
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2"])
 def test_tokenizer_equals_the_one_it_was_written_from(pre: str, tmp_path: Path) -> None:
-    import json
-
     backend = reference_backend(pre)
     size = backend.get_vocab_size()
     written = json.loads(backend.to_str())
     special = {"<s>": 3, "</s>": 3, "<|tool|>": 4}
-    tokens = [backend.id_to_token(i) for i in range(size)] + ["[PAD0]"]
+    tokens = [backend.id_to_token(i) or "" for i in range(size)] + ["[PAD0]"]
     tokenizer = {
         "pre": pre,
         "tokens": tokens,

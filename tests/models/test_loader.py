@@ -98,7 +98,10 @@ def cut(name: str, share: float) -> Callable[[Path], None]:
 
 
 def write(name: str, text: str) -> Callable[[Path], None]:
-    return lambda directory: (directory / name).write_text(text) and None
+    def damage(directory: Path) -> None:
+        (directory / name).write_text(text)
+
+    return damage
 
 
 def remove(name: str) -> Callable[[Path], None]:
