@@ -40,6 +40,12 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format $(PY_SRC)
 	$(if $(CXX_SRC),$(BIN)/clang-format -i $(CXX_SRC))
 
+# A stand-alone program runs every kernel of every instruction set that this machine has; no Python in it.
+sanitize: $(VENV)/.dev
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/sanitize -DTLT_SANITIZE=ON
+	$(BIN)/cmake --build build/sanitize
+	build/sanitize/kernels_test
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest bench --benchmark-columns=min,median,stddev,rounds --benchmark-sort=name
 

@@ -94,8 +94,15 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens written out in the text become their ids."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text. Special tokens written out in the text become their ids.
+
+        Raises:
+            ValueError: not a str, or one with a lone surrogate, which no UTF-8 can hold.
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise ValueError(f"text must be a str without lone surrogates, got {text!r}") from error
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""

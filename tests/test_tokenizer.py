@@ -194,6 +194,12 @@ def test_chat_refuses_in_words() -> None:
         Tokenizer(train_backend(), {"chat_template": "{% if %}"}).chat(CHATS[0])
 
 
+def test_text_that_is_none_is_refused() -> None:
+    for text in ("half a pair: \ud83d", None, b"bytes"):
+        with pytest.raises(ValueError, match="text must be a str without lone surrogates"):
+            Tokenizer(train_backend(), {}).encode(text)  # type: ignore[arg-type]
+
+
 def test_templates_run_in_a_sandbox() -> None:
     """A template comes with a download: it must not reach Python."""
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
