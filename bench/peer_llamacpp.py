@@ -91,8 +91,9 @@ class LlamaCppPeer:
             self._open(settings, num_seqs, max_len)
             prompt_len = min(16, max_len - 6)
             jobs = [Job(tuple(range(100, 100 + prompt_len)), 5, i) for i in range(num_seqs)]
-            self.generate(jobs, 0.0)
-            timed.append((self.generate(jobs, 0.0).decode_s, settings.text(), settings))
+            self.generate(jobs, 0.0)  # builds the graphs
+            seconds = min(self.generate(jobs, 0.0).decode_s for _ in range(2))
+            timed.append((seconds, settings.text(), settings))
         self._open(min(timed)[2], num_seqs, max_len)
 
     def generate(self, jobs: Sequence[Job], temperature: float) -> Generation:

@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="tlt", description="An inference engine for adaptive speculative decoding in RL."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="8 prompts x 4 samples with a long tail, timed and drawn")
+    demo = commands.add_parser(
+        "demo", help="8 prompts x 4 samples with a long tail, timed and drawn"
+    )
     _add_engine_options(demo)
     demo.add_argument("--output", default="tlt-demo.png", help="where the timeline goes")
     demo.set_defaults(run=_demo)
@@ -57,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", help="smollm2, an HF directory or a GGUF file")
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2, an HF directory or a GGUF file"
+    )
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     parser.add_argument("--ops", default="auto", help="auto, native or reference")
     parser.add_argument("--num-threads", type=int, default=None, help="threads of the CPU kernels")

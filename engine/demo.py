@@ -6,7 +6,6 @@ is set up for show: it is ``Engine.step`` in a loop. Invariant: what it prints w
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from bench.machine import Ceilings, measure_ceilings
 from bench.workloads import LONG_TAIL, PROMPTS
 from engine.llm import LLM
+from engine.machine import peak_memory_bytes
 from engine.prompts import TokenPrompt
 from engine.request_group import RequestGroup
 from engine.sampling_params import SamplingParams
@@ -55,7 +55,9 @@ def _run(llm: LLM) -> tuple[list[RequestGroup], list[Moment]]:
     lengths = [length for count, length in LONG_TAIL for _ in range(count)]
     tokenizer = llm.engine.tokenizer
     if tokenizer is None:
-        raise ValueError("the demo shows text, but the model has no tokenizer; name another --model")
+        raise ValueError(
+            "the demo shows text, but the model has no tokenizer; name another --model"
+        )
     engine, groups = llm.engine, []
     for i, length in enumerate(lengths):
         prompt = PROMPTS[i % len(PROMPTS)]
@@ -67,7 +69,7 @@ def _run(llm: LLM) -> tuple[list[RequestGroup], list[Moment]]:
     counters = engine.counters
     moments = [Moment(0.0, len(groups), 0)]
     start = time.perf_counter()
-    with tqdm(total=sum(lengths), unit="token", desc="rollout") as bar:
+    with tqdm(total=sum(lengths), unit="token", desc="rollout", mininterval=0.3) as bar:
         while engine.has_unfinished:
             engine.step()
             now = time.perf_counter() - start
@@ -95,7 +97,7 @@ def _table(
     tail_s = (last.finished_time or 0.0) - max(others)
     weights = llm.config.model.num_parameters * (2 if llm.config.dtype == "bfloat16" else 4)
     alone = ceilings.read_gb_s * 1e9 / weights
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = peak_memory_bytes() / 2**30
     lines = [
         f"samples                       {len(groups)}",
         f"tokens                        {tokens}",

@@ -7,6 +7,7 @@ cannot be read counts as absent; nothing here raises.
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -43,3 +44,14 @@ def num_usable_cpus() -> int:
     if len(quota) == 2 and quota[0].isdigit():
         count = min(count, max(int(quota[0]) // int(quota[1]), 1))
     return count
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that this process has had resident.
+
+    Linux's own mark, since ``ru_maxrss`` of a child starts from its parent's.
+    """
+    for line in (_read(Path("/proc/self/status")) or "").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

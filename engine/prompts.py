@@ -124,7 +124,5 @@ def one_per_prompt(
         )
     for i, p in enumerate(params):
         if not isinstance(p, SamplingParams):
-            raise ValueError(
-                f"sampling_params[{i}] must be SamplingParams, got {type(p).__name__}"
-            )
+            raise ValueError(f"sampling_params[{i}] must be SamplingParams, got {type(p).__name__}")
     return params

@@ -138,9 +138,7 @@ class Sampler:
             for i, (t, row, want) in enumerate(zip(token_ids, rows, wants, strict=True))
         ]
 
-    def prompt_logprobs(
-        self, logits: Tensor, token_ids: Sequence[int], k: int
-    ) -> list[LogprobsAt]:
+    def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], k: int) -> list[LogprobsAt]:
         """Log-probabilities of the prompt tokens that follow each row of raw ``logits`` [L, V]."""
         lse = self._lse[: logits.shape[0]]
         self._ops.log_sum_exp(logits, lse)
@@ -309,5 +307,7 @@ def _run_processor(
             logits.copy_(result)
         if bool(torch.isnan(logits).any()):
             raise ValueError("it left NaN in the logits")
-    except Exception as error:  # the user's code: whatever it raises is this request's failure alone
+    except (
+        Exception
+    ) as error:  # the user's code: whatever it raises is this request's failure alone
         raise RowError(row.request.request_id, f"logits processor failed: {error!r}") from error

@@ -8,6 +8,7 @@ means deciding where it belongs.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -249,6 +250,45 @@ def project_modules() -> tuple[dict[str, str], frozenset[str]]:
                 packages.add(".".join(parts))
             modules[".".join(parts)] = path.read_text(encoding="utf-8")
     return modules, frozenset(packages)
+
+
+def native_violations(sources: Mapping[str, str]) -> list[str]:
+    """Broken rules of C++ sources (path below csrc -> text): a header, a size, and kernels that know no framework."""
+    errors = []
+    for path, source in sources.items():
+        if not source.startswith("// "):
+            errors.append(f"{path}: has no header (a comment that says what it owns)")
+        if source.count("\n") > MAX_FILE_LINES:
+            errors.append(f"{path}: {source.count(chr(10))} lines, at most {MAX_FILE_LINES}")
+        for include in re.findall(r'^#include\s+[<"]([^>"]+)', source, flags=re.M):
+            if path.startswith("cpu/") and include.startswith(
+                ("nanobind", "torch", "ATen", "Python.h", "bindings/", "common/tensor.h")
+            ):
+                errors.append(f"{path}: kernels do not include {include}")
+    return errors
+
+
+def test_native_sources_keep_the_rules() -> None:
+    paths = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    assert paths
+    sources = {str(p.relative_to(ROOT / "csrc")): p.read_text(encoding="utf-8") for p in paths}
+    assert not native_violations(sources)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "expected"),
+    [
+        ("cpu/a.cpp", "#pragma once\n", "has no header"),
+        ("cpu/a.cpp", "// A.\n" * 401, "401 lines"),
+        ("cpu/a.cpp", "// A.\n#include <nanobind/nanobind.h>\n", "do not include nanobind"),
+        ("cpu/a.h", '// A.\n#include "bindings/batch.h"\n', "do not include bindings"),
+    ],
+)
+def test_each_native_rule_bites(path: str, source: str, expected: str) -> None:
+    errors = native_violations({path: source})
+    assert len(errors) == 1
+    assert expected in errors[0]
+    assert not native_violations({"bindings/a.cpp": "// A.\n#include <nanobind/nanobind.h>\n"})
 
 
 def test_project_keeps_the_rules() -> None:

@@ -56,7 +56,9 @@ def test_stream_grows_to_what_generate_gives(engine: AsyncEngine, tiny_llama_dir
 def test_many_streams_at_once_do_not_disturb_each_other(engine: AsyncEngine) -> None:
     async def run() -> None:
         params = [SamplingParams(max_tokens=10, seed=i, ignore_eos=True) for i in range(12)]
-        together = await asyncio.gather(*(collect(engine, f"p{i}", p) for i, p in enumerate(params)))
+        together = await asyncio.gather(
+            *(collect(engine, f"p{i}", p) for i, p in enumerate(params))
+        )
         for i, p in enumerate(params):
             alone = await collect(engine, f"p{i}", p)
             assert alone[-1].outputs == together[i][-1].outputs
@@ -82,9 +84,7 @@ def test_leaving_a_stream_frees_its_pages_and_its_id(engine: AsyncEngine) -> Non
 def test_abort_ends_the_stream_with_what_there_is(engine: AsyncEngine) -> None:
     async def run() -> RequestOutput:
         last = None
-        async for output in engine.generate(
-            "x", long_params(), "victim"
-        ):
+        async for output in engine.generate("x", long_params(), "victim"):
             last = output
             if len(output.outputs[0].token_ids) >= 5 and not output.finished:
                 assert await engine.abort("victim")

@@ -7,7 +7,6 @@ they see every bit of the logits; tokens alone would hide small errors.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ def bits(output: RequestOutput) -> list[Bits]:
     """Everything that a request's logits decide."""
     prompt = tuple(
         entry[token].logprob
-        for token, entry in zip(
-            output.prompt_token_ids, output.prompt_logprobs or [], strict=False
-        )
+        for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
         if entry is not None
     )
     return [
@@ -75,9 +72,7 @@ def lab(request: pytest.FixtureRequest, make_model_dir: Any) -> Lab:
         return Lab(str(make_model_dir("llama")))
     return Lab(
         str(
-            make_model_dir(
-                "qwen3", use_sliding_window=True, sliding_window=19, max_window_layers=1
-            )
+            make_model_dir("qwen3", use_sliding_window=True, sliding_window=19, max_window_layers=1)
         )
     )
 
@@ -106,9 +101,7 @@ def test_company_chunks_cache_and_preemption_change_no_bit(
         for text, length, _, _ in specs
     ]
     params = [params_of(seed, max_tokens=tokens) for _, _, tokens, seed in specs]
-    expected = [
-        bits(lab.alone.generate(p, s)[0]) for p, s in zip(prompts, params, strict=True)
-    ]
+    expected = [bits(lab.alone.generate(p, s)[0]) for p, s in zip(prompts, params, strict=True)]
     for name, llm in lab.others.items():
         got = [bits(o) for o in llm.generate(prompts, params, use_tqdm=False)]
         assert got == expected, name

@@ -97,9 +97,7 @@ def test_stop_token_is_kept_in_ids_and_left_out_of_the_text(llm: LLM) -> None:
     cut = first(
         llm.generate(
             "stop here",
-            SamplingParams(
-                temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop_id]
-            ),
+            SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop_id]),
         )
     )
     assert cut.token_ids == whole.token_ids[: at + 1]

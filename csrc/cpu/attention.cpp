@@ -103,31 +103,28 @@ Plan plan(const AttentionArgs& a, int64_t rows_per_block) {
     return plan;
 }
 
-template <class T>
-void run_whole(const AttentionArgs& a, const Planned& block, int64_t head, Workspace& w) {
-    BlockAttention<T> attention(a, block.rows, head, w);
-    attention.load_queries();
-    attention.clear(w.total);
-    for (int64_t s = block.begin; s < block.end; s++) {
-        attention.segment(s, w.one_segment);
-        attention.merge_all(w.total, w.one_segment);
-    }
-    attention.finish(w.total);
-}
-
 // One task per (block, kv head); the last blocks, which see most keys, first.
 template <class T>
 void run_blocks(const AttentionArgs& a, const Plan& plan, const Sizes& sizes, int num_threads) {
     const int64_t heads = a.num_kv_heads, tasks = plan.num_blocks * heads;
-    const auto block = [&](int64_t task) {
-        return plan.blocks[plan.num_blocks - 1 - task / heads];
-    };
     parallel_lanes(tasks, num_threads, [&](int64_t task) {
         Workspace w = workspace(a, sizes);
-        if (task + 1 < tasks) {  // most likely this thread's next
-            BlockAttention<T>(a, block(task + 1).rows, (task + 1) % heads, w).prefetch();
+        const auto planned = [&](int64_t t) {
+            return plan.blocks[plan.num_blocks - 1 - t / heads];
+        };
+        const auto attention = [&](int64_t t) {
+            return BlockAttention<T>(a, planned(t).rows, t % heads, w);
+        };
+        BlockAttention<T> current = attention(task);
+        // most likely this thread's next task
+        if (task + 1 < tasks) current.then(attention(task + 1).first_pages());
+        current.load_queries();
+        current.clear(w.total);
+        for (int64_t s = planned(task).begin; s < planned(task).end; s++) {
+            current.segment(s, w.one_segment);
+            current.merge_all(w.total, w.one_segment);
         }
-        run_whole<T>(a, block(task), task % heads, w);
+        current.finish(w.total);
     });
 }
 

@@ -72,14 +72,14 @@ class BlockAttention {
         }
     }
 
-    // Asks for the pages that the first chunk will read.
-    void prefetch() const {
+    // The pages that its first chunk will read.
+    Ahead<T> first_pages() const {
         const Span span = row_span(a_, block_.row_begin);
-        const int64_t first = span.begin / kChunk * kChunkPages;
-        const int64_t end =
-            lesser(first + kChunkPages, (span.tail + kPageTokens - 1) / kPageTokens);
-        for (int64_t p = first; p < end; p++) prefetch_page(cache_, pages_[p], a_.head_dim);
+        return pages_from(span.begin / kChunk * kChunkPages, span.tail);
     }
+
+    // What to fetch while the last chunk is computed.
+    void then(const Ahead<T>& next) { next_ = next; }
 
     // Partial results of all queries over segment `segment`, into `into`.
     void segment(int64_t segment, Partial into) {
@@ -120,6 +120,12 @@ class BlockAttention {
     }
 
   private:
+    // At most a chunk of pages, the first `page`, of those that hold positions below `tail`.
+    Ahead<T> pages_from(int64_t page, int64_t tail) const {
+        const int64_t left = (tail + kPageTokens - 1) / kPageTokens - page;
+        return {cache_, pages_ + page, greater(0, lesser(kChunkPages, left))};
+    }
+
     int64_t query_offset(int64_t q) const {
         const int64_t row = block_.row_begin + q / group_, head = head_ * group_ + q % group_;
         return (row * a_.num_q_heads + head) * a_.head_dim;
@@ -158,18 +164,20 @@ class BlockAttention {
     // Fills the chunk with what any row of the block reads of it through the page table, once.
     void load(int64_t start) {
         if (loaded_) return;
-        int64_t begin = kChunk, end = 0, limit = 0, pages_after = 0;
+        int64_t begin = kChunk, end = 0, limit = 0, last_tail = 0;
         for (int64_t row = block_.row_begin; row < block_.row_end; row++) {
             const Span s = row_span(a_, row);
             limit = greater(limit, lesser(kChunk, s.end - start));
             const int64_t from = greater(s.begin - start, 0), to = lesser(s.tail - start, kChunk);
-            const int64_t after = (s.tail - start - kChunk + kPageTokens - 1) / kPageTokens;
-            pages_after = greater(pages_after, after);
+            last_tail = greater(last_tail, s.tail);
             if (from >= to) continue;
             begin = lesser(begin, from);
             end = greater(end, to);
         }
-        load_pages(w_.chunk, cache_, pages_ + start / kPageTokens, begin, end, limit, pages_after);
+        const int64_t page = start / kPageTokens;
+        const Ahead<T> more = pages_from(page + kChunkPages, last_tail);
+        load_pages(w_.chunk, cache_, pages_ + page, begin, end, limit,
+                   more.count > 0 ? more : next_);
         loaded_ = true;
         shared_end_ = end;
     }
@@ -209,8 +217,10 @@ class BlockAttention {
         product(count, w_.queries + q * dim, dim, w_.chunk.keys, kChunk, dim, w_.scores, kChunk,
                 vectors);
         for (int64_t i = 0; i < count; i++) {
-            softmax_row(w_.scores + i * kChunk, from[i], to[i], w_.one_chunk.max + i,
-                        w_.one_chunk.sum + i);
+            const auto softmax =
+                from[i] == 0 && to[i] == kChunk ? softmax_row<true> : softmax_row<false>;
+            softmax(w_.scores + i * kChunk, from[i], to[i], w_.one_chunk.max + i,
+                    w_.one_chunk.sum + i);
         }
         product(count, w_.scores, kChunk, w_.chunk.values, cols, limit, w_.one_chunk.values, cols,
                 cols / 16);
@@ -223,6 +233,7 @@ class BlockAttention {
     const int64_t group_, head_;
     const HeadCache<T> cache_;
     const int32_t* const pages_;
+    Ahead<T> next_{{nullptr, nullptr, 0}, nullptr, 0};
     bool loaded_ = false;
     int64_t shared_end_ = 0;  // offsets of the chunk from here on may hold some row's tail
 };

@@ -64,21 +64,28 @@ struct HeadCache {
     int64_t stride;
 };
 
-// Asks for a page's rows of one head ahead of their use: they lie apart, where the hardware
-// foresees them badly.
+// Pages of a head that will be loaded next.
 template <class T>
-static inline void prefetch_page(const HeadCache<T>& cache, int64_t page, int64_t head_dim) {
-    const auto row_bytes = static_cast<int64_t>(sizeof(T)) * head_dim;
-    for (int64_t i = 0; i < kPageTokens; i++) {
-        const int64_t at = (page * kPageTokens + i) * cache.stride;
-        const auto* k = reinterpret_cast<const char*>(cache.k + at);
-        const auto* v = reinterpret_cast<const char*>(cache.v + at);
-        for (int64_t byte = 0; byte < row_bytes; byte += 64) {
-            __builtin_prefetch(k + byte, 0, 2);
-            __builtin_prefetch(v + byte, 0, 2);
+struct Ahead {
+    HeadCache<T> cache;
+    const int32_t* pages;
+    int64_t count;
+
+    // Asks for the keys (or values) of the i-th: rows of one head lie apart, where the hardware
+    // foresees them badly. Half a page at a time, so that the requests do not fill every buffer.
+    void prefetch(const T* base, int64_t i, int64_t head_dim) const {
+        if (i >= count) return;
+        asm volatile(
+            "");  // or gcc 12 takes this for a function without effects and drops its calls
+        const auto row_bytes = static_cast<int64_t>(sizeof(T)) * head_dim;
+        for (int64_t token = 0; token < kPageTokens; token++) {
+            const T* row = base + (pages[i] * kPageTokens + token) * cache.stride;
+            for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+                __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
+            }
         }
     }
-}
+};
 
 // A page of which only some keys are present: those at offsets [begin, end) of the chunk; zeros for
 // the others.
@@ -99,20 +106,22 @@ static inline void load_partial_page(const Chunk& c, const HeadCache<T>& cache,
 }
 
 // Logical offsets [begin, end) of the chunk from `pages` (its first page first), zeros elsewhere
-// below `limit`. Of the pages after the chunk, as many as `pages_after` are prefetched.
+// below `limit`. Meanwhile pages ahead are fetched.
 template <class T>
 static inline void load_pages(const Chunk& c, const HeadCache<T>& cache, const int32_t* pages,
-                              int64_t begin, int64_t end, int64_t limit, int64_t pages_after) {
+                              int64_t begin, int64_t end, int64_t limit, const Ahead<T>& ahead) {
     for (int64_t page = 0; page * kPageTokens < limit; page++) {
         const int64_t column = page * kPageTokens;
-        if (page < pages_after) prefetch_page(cache, pages[kChunkPages + page], c.head_dim);
+        ahead.prefetch(ahead.cache.k, page, c.head_dim);
         if (column < begin || end < column + kPageTokens) {
+            ahead.prefetch(ahead.cache.v, page, c.head_dim);
             load_partial_page(c, cache, pages, column, begin, end);
             continue;
         }
         const int64_t at = pages[page] * kPageTokens * cache.stride;
         const T *k = cache.k + at, *v = cache.v + at;
         load_keys16<T>(c, [&](int64_t i) { return k + i * cache.stride; }, column);
+        ahead.prefetch(ahead.cache.v, page, c.head_dim);
         for (int64_t i = 0; i < kPageTokens; i++) load_value(c, v + i * cache.stride, column + i);
     }
 }

@@ -108,29 +108,33 @@ static inline void product(int64_t rows, const float* a, int64_t lda, const floa
 }
 
 // Turns scores [kChunk], of which offsets [begin, end) are seen, into weights 2^(score - max);
-// others become 0.
+// others become 0. `all` says that every offset is seen.
+template <bool all>
 static inline void softmax_row(float* scores, int64_t begin, int64_t end, float* max_out,
                                float* sum_out) {
     V16 s[4];
     M16 seen[4];
-    const I16 first = splat_i(static_cast<int32_t>(begin)),
-              last = splat_i(static_cast<int32_t>(end));
+    const I16 first = splat_i(static_cast<int32_t>(begin));
+    const I16 last = splat_i(static_cast<int32_t>(end));
     for (int j = 0; j < 4; j++) {
+        s[j] = load(scores + 16 * j);
+        if (all) continue;
         const I16 offset = iota() + splat_i(16 * j);
         seen[j] = ~lt_i(offset, first) & lt_i(offset, last);
-        s[j] = select(seen[j], load(scores + 16 * j), splat(-__builtin_inff()));
+        s[j] = select(seen[j], s[j], splat(-__builtin_inff()));
     }
     const float top = hmax(max(max(s[0], s[1]), max(s[2], s[3])));
     for (int j = 0; j < 4; j++) {
-        s[j] = select(seen[j], exp2_negative(s[j] - splat(top)), zero());
+        s[j] = exp2_negative(s[j] - splat(top));
+        if (!all) s[j] = select(seen[j], s[j], zero());
         store(scores + 16 * j, s[j]);
     }
     *max_out = top;
     *sum_out = hsum((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-// into += from for `rows` <= 16 queries. A maximum of -inf says that no key was seen: that partial
-// changes nothing.
+// into += from for `rows` <= 16 queries. A sum of 0 says that no key was seen: that partial changes
+// nothing. (The maximum would not do: it is -inf as well where all scores are NaN.)
 static inline void merge(Partial into, Partial from, int64_t rows, int64_t value_cols) {
     const V16 old_max = load_n(into.max, rows), from_max = load_n(from.max, rows);
     const V16 new_max = max(old_max, from_max);
@@ -138,7 +142,7 @@ static inline void merge(Partial into, Partial from, int64_t rows, int64_t value
     store(keep, exp2_negative(old_max - new_max));
     store(add, exp2_negative(from_max - new_max));
     for (int64_t i = 0; i < rows; i++) {
-        if (from.max[i] == -__builtin_inff()) continue;
+        if (from.sum[i] == 0.0f) continue;
         into.max[i] = into.max[i] > from.max[i] ? into.max[i] : from.max[i];
         into.sum[i] = __builtin_fmaf(from.sum[i], add[i], into.sum[i] * keep[i]);
         float* to = into.values + i * value_cols;

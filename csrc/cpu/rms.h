@@ -1,4 +1,7 @@
 // The scale of a root-mean-square norm, shared by the norms of rows and of heads.
+//
+// Owns: its arithmetic. Does not know whose row it is. Invariant: the same values give the same
+// bits.
 #pragma once
 
 #include <cstdint>

@@ -79,28 +79,33 @@ static inline double exp_double(double x) {
     return __builtin_bit_cast(double, __builtin_bit_cast(uint64_t, p) + exponent);
 }
 
-// Weights e^(x - top) of the kept tokens, summed by how far x is below top: bin i holds [i, i + 1)
-// / kBinsPerNat. Tokens further than kReach below weigh less than 1e-20 together: no top_p < 1 in
-// fp32 can want them.
+// Weights e^(x - top) of the kept tokens, summed by how far x is below top: bin i holds
+// [i, i + 1) / kBinsPerNat, and what is `reach` nats or more below goes into `far` together.
+// Tokens further than kMostReach below weigh less than 1e-20 together: no top_p < 1 in fp32 can
+// want them.
 struct WeightBins {
-    static constexpr int kBinsPerNat = 8, kReach = 60, kCount = kBinsPerNat * kReach;
+    static constexpr int kBinsPerNat = 8, kMostReach = 60, kCount = kBinsPerNat * kMostReach;
     double weight[kCount + 1] = {};
+    double far = 0.0;
 
     static int bin_of(float below) { return static_cast<int>(below * kBinsPerNat); }
 
-    void add(const TokenRow& row, const Cut& cut, float top) {
-        const float low = top - kReach > cut.value ? top - kReach : cut.value;
+    WeightBins(const TokenRow& row, const Cut& cut, float top, int reach) {
+        const float low = top - kMostReach > cut.value ? top - kMostReach : cut.value;
+        const V16 near = splat(static_cast<float>(reach)), nowhere = splat(700.0f);
+        double far_sums[8] = {};
         for (int64_t b = 0; b < row.blocks(); b++) {
             if (row.block_max[b] < low) continue;
             V16 x[4];
             alignas(64) float below[kTokenBlock];
-            double weights[kTokenBlock];
+            alignas(64) double weights[kTokenBlock];
             uint64_t lanes = 0;
             load_block(row.values, row.vocab, b, x);
             for (int i = 0; i < 4; i++) {
                 const M16 wanted = (x[i] >= splat(low)) & kept(cut, x[i], b * kTokenBlock + 16 * i);
-                lanes |= static_cast<uint64_t>(bits(wanted)) << (16 * i);
-                store(below + 16 * i, select(wanted, splat(top) - x[i], zero()));
+                const V16 distance = select(wanted, splat(top) - x[i], nowhere);
+                lanes |= static_cast<uint64_t>(bits(distance < near)) << (16 * i);
+                store(below + 16 * i, distance);
             }
             for (int i = 0; i < kTokenBlock; i++) {
                 weights[i] = exp_double(-static_cast<double>(below[i]));
@@ -108,8 +113,27 @@ struct WeightBins {
             for (; lanes != 0; lanes &= lanes - 1) {
                 const int i = __builtin_ctzll(lanes);
                 weight[bin_of(below[i])] += weights[i];
+                weights[i] = 0.0;
             }
+            for (int i = 0; i < kTokenBlock; i++) far_sums[i % 8] += weights[i];
         }
+        for (double sum : far_sums) far += sum;
+    }
+
+    double total() const {
+        double sum = far;
+        for (double w : weight) sum += w;
+        return sum;
+    }
+
+    // The bin whose weight, after that of the bins before it, reaches `wanted`; or the last that
+    // is not empty, with *before the weight of the bins before it.
+    int find(double wanted, double* before) const {
+        int bin = 0, last = 0;
+        for (int i = 0; i <= kCount; i++) last = weight[i] > 0.0 ? i : last;
+        *before = 0.0;
+        while (bin < last && *before + weight[bin] < wanted) *before += weight[bin++];
+        return bin;
     }
 };
 
@@ -117,15 +141,15 @@ struct WeightBins {
 static inline Cut top_p_cut(const TokenRow& row, float top, float top_p, const Cut& cut,
                             uint64_t* keys) {
     if (!(top_p < 1.0f)) return cut;
-    WeightBins bins;
-    bins.add(row, cut, top);
-    double total = 0.0;
-    for (double w : bins.weight) total += w;
-    const double wanted = static_cast<double>(top_p) * total;
-    double before = 0.0;
-    int bin = 0, last = 0;
-    for (int i = 0; i <= WeightBins::kCount; i++) last = bins.weight[i] > 0.0 ? i : last;
-    while (bin < last && before + bins.weight[bin] < wanted) before += bins.weight[bin++];
+    constexpr int kNear = 12;  // nats: in most rows the tokens that matter, and few others
+    WeightBins bins(row, cut, top, kNear);
+    double before, wanted = static_cast<double>(top_p) * bins.total();
+    int bin = bins.find(wanted, &before);
+    if (before + bins.weight[bin] < wanted) {
+        bins = WeightBins(row, cut, top, WeightBins::kMostReach + 1);
+        wanted = static_cast<double>(top_p) * bins.total();
+        bin = bins.find(wanted, &before);
+    }
 
     // inside the bin that reaches it, in order
     const float low = top - static_cast<float>(bin + 2) / WeightBins::kBinsPerNat;

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.batch import PAGE, ForwardBatch
-from engine.ops.native import usable_isas
+from engine.ops.native import cpu_ops, usable_isas
 from tests.ops.backends import agreed, best, nan, same_bits
 from tests.ops.sequences import Row, Sequence, Shape, World, decode, prefill, tree
 
@@ -194,6 +194,17 @@ def test_window_leaves_the_past_unread(length: int) -> None:
     world.poison_before(1, length + 1 - window)
     out = check(world, window)
     assert out.isfinite().all()
+
+
+def test_a_broken_sequence_stays_alone() -> None:
+    """NaN in one sequence's keys and values reaches no other: what a chunk leaves in scratch memory is not read."""
+    sequences = [prefill(60, 100), tree(70, [-1, 0, 0, 1]), decode(33), prefill(5, 20)]
+    world = World(Shape(9, 3, 64), sequences)
+    expected = attend(best(), world, *world.everything())
+    world.poison_before(0, 100)
+    broken = attend(cpu_ops("auto", 1), world, *world.everything())
+    assert broken[:40].isnan().all()
+    assert same_bits(broken[40:], expected[40:])
 
 
 def test_rows_of_a_sequence_may_differ_in_context() -> None:
