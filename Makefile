@@ -50,7 +50,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m pytest bench --benchmark-columns=min,median,stddev,rounds --benchmark-sort=name
 
 bench-peers: $(VENV)/.dev
-	$(PIP) -e '.[bench-peers]'
+	$(PIP) --no-warn-conflicts -e '.[bench-peers]'
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

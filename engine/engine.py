@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from engine.metrics import EngineCounters
 from engine.output_text import OutputText
+from engine.outputs import LogprobsAt
 from engine.prompts import TokenPrompt
 from engine.request import FinishReason, Request
 from engine.request_group import RequestGroup, Sample
@@ -24,6 +25,9 @@ from engine.scheduler import ScheduledStep, Scheduler
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+_PromptRows = tuple[Request, int, list[LogprobsAt]]  # request, first position, from there on
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +142,12 @@ class Engine:
                 sample_rows.append(SampleRow(request, rows.end))
         return _Plan(sample_rows, sampled_at + prompt_at, parts)
 
-    def _run(
-        self, step: ScheduledStep, plan: _Plan
-    ) -> tuple[list[Sampled], list[tuple[Request, int, list]]]:
+    def _run(self, step: ScheduledStep, plan: _Plan) -> tuple[list[Sampled], list[_PromptRows]]:
         start = time.perf_counter()
         logits = self.runner.forward(step.rows, plan.logit_rows).logits
         forwarded = time.perf_counter()
         at = len(plan.sample_rows)
-        prompt_rows = []
+        prompt_rows: list[_PromptRows] = []
         for request, first, count in plan.prompt_parts:
             next_ids = request.prompt_token_ids[first + 1 : first + 1 + count]
             k = request.params.prompt_logprobs or 0
@@ -206,12 +208,12 @@ class Engine:
         self._retire(sample)
         return [sample.group]
 
-    def _keep_prompt_logprobs(self, prompt_rows: Sequence[tuple[Request, int, list]]) -> None:
+    def _keep_prompt_logprobs(self, prompt_rows: Sequence[_PromptRows]) -> None:
         for request, first, found in prompt_rows:
             group = self._samples[request.request_id].group
-            if group.prompt_logprobs is None:
-                group.prompt_logprobs = [None] * request.prompt_len
-            group.prompt_logprobs[first + 1 : first + 1 + len(found)] = found
+            known: list[LogprobsAt | None] = group.prompt_logprobs or [None] * request.prompt_len
+            known[first + 1 : first + 1 + len(found)] = found
+            group.prompt_logprobs = known
 
     def _count(self, step: ScheduledStep, plan: _Plan, seconds: float) -> None:
         counters = self.counters

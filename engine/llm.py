@@ -122,7 +122,7 @@ class LLM:
             raise ValueError("chat needs a tokenizer with a chat template; the model has none")
         if not messages:
             raise ValueError("messages is empty; pass at least one message")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = []
         for conversation in conversations:
             text = tokenizer.render_chat(conversation, add_generation_prompt=add_generation_prompt)

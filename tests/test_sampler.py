@@ -211,11 +211,12 @@ def test_a_request_that_cannot_be_sampled_names_itself(ops: Ops, params: dict[st
 
 def test_token_ids_outside_the_vocabulary_are_refused(ops: Ops) -> None:
     sampler = Sampler(ops, vocab_size=VOCAB, max_rows=1)
-    for params in (
+    refused: list[dict[str, Any]] = [
         {"allowed_token_ids": [VOCAB]},
         {"logit_bias": {VOCAB: 1.0}},
         {"stop_token_ids": [VOCAB]},
-    ):
+    ]
+    for params in refused:
         with pytest.raises(ValueError, match="outside the vocabulary"):
             sampler.admit(make_request(**params))
 
