@@ -40,7 +40,7 @@ def idle(engine: AsyncEngine) -> bool:
 
 
 def test_stream_grows_to_what_generate_gives(engine: AsyncEngine, tiny_llama_dir: Path) -> None:
-    params = SamplingParams(max_tokens=12, seed=3, n=2, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, seed=3, n=2, ignore_eos=True, logits_processors=[slowly])
     stream = asyncio.run(collect(engine, "hello", params))
     llm = LLM(str(tiny_llama_dir), kv_cache_bytes=1 << 20, num_threads=1)
     expected = llm.generate("hello", params)[0]
