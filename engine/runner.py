@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,17 @@ from torch import Tensor
 from engine.batch import PAGE, ForwardBatch
 from engine.models.decoder import Decoder
 from engine.scheduler import ScheduledRows
+
+_MAX_CACHED_BATCHES = 512
+
+
+class _Staging(NamedTuple):
+    """Buffers that every step fills anew, as tensors or as numpy views of the same memory."""
+
+    rows: Any  # [4, max rows] token id, position, slot, ctx_len
+    row_start: Any  # [max sequences + 1]
+    page_table: Any  # [max sequences, pages]
+    logit_rows: Any  # [max rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +64,16 @@ class ModelRunner:
         )
         decoder.attach_kv_cache(self.kv_cache)
         max_pages = (max_model_len + PAGE - 1) // PAGE + 1
-        self._rows = torch.zeros((4, max_rows), dtype=torch.int32)
-        self._row_start = torch.zeros(max_seqs + 1, dtype=torch.int32)
-        self._page_table = torch.zeros((max_seqs, max_pages), dtype=torch.int32)
+        self._tensors = _Staging(
+            rows=torch.zeros((4, max_rows), dtype=torch.int32),
+            row_start=torch.zeros(max_seqs + 1, dtype=torch.int32),
+            page_table=torch.zeros((max_seqs, max_pages), dtype=torch.int32),
+            logit_rows=torch.zeros(max_rows, dtype=torch.int32),
+        )
+        self._staging = _Staging(*(tensor.numpy() for tensor in self._tensors))
         self._tail_start = torch.zeros(max_rows + 1, dtype=torch.int32)
         self._no_tail = torch.zeros(0, dtype=torch.int32)
-        self._logit_rows = torch.zeros(max_rows, dtype=torch.int32)
+        self._batches: dict[tuple[int, int, int], ForwardBatch] = {}
 
     def forward(self, rows: Sequence[ScheduledRows], logit_rows: Sequence[int]) -> RunnerOutput:
         """Run the target over the rows of a step; logits of the rows numbered in ``logit_rows``."""
@@ -68,33 +84,46 @@ class ModelRunner:
         positions: list[int] = []
         slots: list[int] = []
         starts = [0]
-        num_pages = 1
-        table = self._page_table.numpy()
+        staging = self._staging
         for s, part in enumerate(rows):
-            request = part.request
-            start, end = part.start, part.start + part.num_tokens
+            request, start, end = part.request, part.start, part.end
             pages = request.pages
-            token_ids += request.token_ids[start:end]
-            positions += range(start, end)
-            slots += [pages[p // PAGE] * PAGE + p % PAGE for p in range(start, end)]
+            if end - start == 1:
+                token_ids.append(request.token_ids[start])
+                positions.append(start)
+                slots.append(pages[start // PAGE] * PAGE + start % PAGE)
+            else:
+                token_ids += request.token_ids[start:end]
+                positions += range(start, end)
+                slots += [pages[p // PAGE] * PAGE + p % PAGE for p in range(start, end)]
             starts.append(len(positions))
             needed = (end + PAGE - 1) // PAGE
-            table[s, :needed] = pages[:needed]
-            num_pages = max(num_pages, needed)
-        count, seqs = len(positions), len(rows)
-        staged = self._rows.numpy()
+            staging.page_table[s, :needed] = pages[:needed]
+        count, seqs, num_logits = len(positions), len(rows), len(logit_rows)
+        staged = staging.rows
         staged[0, :count], staged[1, :count], staged[2, :count] = token_ids, positions, slots
         staged[3, :count] = staged[1, :count] + 1
-        self._row_start.numpy()[: seqs + 1] = starts
-        self._logit_rows.numpy()[: len(logit_rows)] = logit_rows
-        return ForwardBatch(
-            token_ids=self._rows[0, :count],
-            positions=self._rows[1, :count],
-            slots=self._rows[2, :count],
-            row_start=self._row_start[: seqs + 1],
-            page_table=self._page_table[:seqs],
-            ctx_len=self._rows[3, :count],
-            tail_start=self._tail_start[: count + 1],
-            tail_slots=self._no_tail,
-            logit_rows=self._logit_rows[: len(logit_rows)],
-        )
+        staging.row_start[: seqs + 1] = starts
+        staging.logit_rows[:num_logits] = logit_rows
+        return self._batch(count, seqs, num_logits)
+
+    def _batch(self, count: int, seqs: int, num_logits: int) -> ForwardBatch:
+        """The batch of that shape over the staging buffers; made once, since views cost more than filling them."""
+        key = (count, seqs, num_logits)
+        batch = self._batches.get(key)
+        if batch is None:
+            if len(self._batches) >= _MAX_CACHED_BATCHES:
+                self._batches.clear()
+            tensors = self._tensors
+            batch = self._batches[key] = ForwardBatch(
+                token_ids=tensors.rows[0, :count],
+                positions=tensors.rows[1, :count],
+                slots=tensors.rows[2, :count],
+                row_start=tensors.row_start[: seqs + 1],
+                page_table=tensors.page_table[:seqs],
+                ctx_len=tensors.rows[3, :count],
+                tail_start=self._tail_start[: count + 1],
+                tail_slots=self._no_tail,
+                logit_rows=tensors.logit_rows[:num_logits],
+            )
+        return batch

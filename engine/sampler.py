@@ -107,6 +107,7 @@ class Sampler:
         self._seeds = torch.empty(max_rows, dtype=torch.int64)
         self._draw_logprobs = torch.empty(max_rows, dtype=torch.float32)
         self._lse = torch.empty(max_rows, dtype=torch.float32)
+        self._views: dict[int, tuple[Tensor, ...]] = {}  # arguments of ops.sample by rows
         self._np = (self._floats.numpy(), self._ints.numpy(), self._seeds.numpy())
 
     def admit(self, request: Request, bad_words: Sequence[Sequence[int]] = ()) -> None:
@@ -149,27 +150,21 @@ class Sampler:
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         count = len(rows)
         floats, ints, seeds = self._np
-        params = [r.request.params for r in rows]
-        floats[0, :count] = [p.temperature for p in params]
-        floats[1, :count] = [p.top_p for p in params]
-        floats[2, :count] = [p.min_p for p in params]
-        ints[0, :count] = [p.top_k if p.top_k > 0 else 0 for p in params]
-        ints[1, :count] = [r.position for r in rows]
-        seeds[:count] = [r.request.seed for r in rows]
-        temperature, top_p, min_p = (self._floats[j, :count] for j in range(3))
-        top_k, positions, out = (self._ints[j, :count] for j in range(3))
-        self._ops.sample(
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            self._seeds[:count],
-            positions,
-            out,
-            self._draw_logprobs[:count],
-        )
-        return out.tolist()
+        for i, row in enumerate(rows):
+            request = row.request
+            params = request.params
+            floats[:, i] = params.temperature, params.top_p, params.min_p
+            ints[0, i], ints[1, i] = max(params.top_k, 0), row.position
+            seeds[i] = request.seed
+        views = self._views.get(count)
+        if views is None:
+            temperature, top_p, min_p = (self._floats[j, :count] for j in range(3))
+            top_k, positions, out = (self._ints[j, :count] for j in range(3))
+            seeds, logprobs = self._seeds[:count], self._draw_logprobs[:count]
+            views = (temperature, top_k, top_p, min_p, seeds, positions, out, logprobs)
+            self._views[count] = views
+        self._ops.sample(logits, *views)
+        return ints[2, :count].tolist()
 
     def _compile(self, request: Request, bad_words: Sequence[Sequence[int]]) -> _Rules:
         params = request.params
