@@ -6,7 +6,9 @@ Python frees.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from engine.batch import PAGE
 from engine.config import EngineConfig, ResolvedConfig
@@ -15,22 +17,34 @@ from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.loader import Checkpoint, open_checkpoint
 from engine.ops import resolve_ops
+from engine.prompts import PromptReader
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
+from engine.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
 
-
-def build_engine(config: EngineConfig) -> tuple[ResolvedConfig, Engine]:
-    """Make an engine for the model that ``config`` names.
+def build_engine(
+    *, speculative_config: Mapping[str, Any] | None = None, **arguments: Any
+) -> tuple[ResolvedConfig, Engine, PromptReader]:
+    """Make an engine, and the reader of its prompts, from the arguments of ``LLM``.
 
     Raises:
         ValueError: names the argument or file, what came, and the fix.
     """
+    if speculative_config is not None:
+        raise ValueError(
+            f"speculative_config must be None, got {speculative_config!r}: this version does not speculate yet"
+        )
+    config = EngineConfig.from_kwargs(**arguments)
     checkpoint = open_checkpoint(config.model)
     resolved = config.resolve(checkpoint.config)
-    return resolved, _build(checkpoint, resolved)
+    reader = PromptReader(
+        checkpoint.tokenizer,
+        vocab_size=resolved.model.vocab_size,
+        max_model_len=resolved.max_model_len,
+    )
+    return resolved, _build(checkpoint, resolved), reader
 
 
 def _build(checkpoint: Checkpoint, config: ResolvedConfig) -> Engine:
@@ -44,37 +58,44 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig) -> Engine:
         max_rows=max_rows,
         max_positions=config.max_model_len,
     )
-    page_bytes = PAGE * config.model.kv_bytes_per_token(config.dtype)
-    kv = KVCache(
-        config.kv_cache_bytes // page_bytes,
-        page_size=PAGE,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
-    scheduler = Scheduler(
-        kv,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max_rows,
-        max_model_len=config.max_model_len,
-    )
+    num_pages = config.kv_cache_bytes // (PAGE * config.model.kv_bytes_per_token(config.dtype))
+
+    def make_scheduler() -> Scheduler:
+        kv = KVCache(num_pages, page_size=PAGE, enable_prefix_caching=config.enable_prefix_caching)
+        return Scheduler(
+            kv,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_rows,
+            max_model_len=config.max_model_len,
+        )
+
     runner = ModelRunner(
         decoder,
-        num_pages=kv.num_pages,
+        num_pages=num_pages,
         max_rows=max_rows,
         max_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
     )
+    tokenizer, decode = checkpoint.tokenizer, None
+    if tokenizer is not None:
+        decode = partial(_token_text, tokenizer)
     sampler = Sampler(
         ops,
         vocab_size=config.model.vocab_size,
         max_rows=max_rows,
+        decode=decode,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
     )
     return Engine(
-        scheduler,
+        make_scheduler,
         runner,
         sampler,
-        tokenizer=checkpoint.tokenizer,
+        tokenizer=tokenizer,
         eos_token_ids=frozenset(config.model.eos_token_ids),
         max_model_len=config.max_model_len,
         seed=config.seed,
     )
+
+
+def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)

@@ -1,8 +1,9 @@
 """The streaming API: an engine in a thread of its own, ``async for`` over partial outputs, abort.
 
 Owns the thread that drives the engine and the queues to and from it; all engine work happens in that one thread.
-Knows nothing of HTTP. Invariant: every stream ends, with a finished output, or with the exception that ended the
-engine.
+Knows nothing of HTTP. Invariants: every stream ends, with a finished output or with the exception that ended the
+engine; whatever one caller passes can fail for that caller alone, which is why commands catch every Exception and
+hand it to who sent them: only a failing step ends the engine.
 """
 
 from __future__ import annotations
@@ -11,18 +12,82 @@ import asyncio
 import itertools
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from engine.assembly import build_engine
-from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.outputs import RequestOutput
-from engine.prompts import Prompt, PromptReader
+from engine.prompts import Prompt, TokenPrompt
 from engine.request_group import RequestGroup
 from engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """An engine that many tasks use at once. Arguments are those of ``LLM``.
+
+    Close it, or use it in a ``with``; one that is dropped is closed when it is collected or when Python ends.
+
+    Raises:
+        ValueError: as ``LLM``.
+    """
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        self.config, self.engine, self._reader = build_engine(model=model, **kwargs)
+        self._driver = _Driver(self.engine)
+        self._names = itertools.count()
+        self._finalizer = weakref.finalize(self, self._driver.close)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream a request: each output holds all that there is so far; the last is ``finished``.
+
+        Leaving the loop early, or cancelling the task, aborts the request.
+
+        Raises:
+            ValueError: bad prompt or parameters, or the id is in use.
+            RuntimeError: the engine is closed, or a step failed.
+        """
+        tokens = self._reader.read(prompt)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
+        name = f"async-{next(self._names)}" if request_id is None else request_id
+        if not isinstance(name, str):
+            raise ValueError(f"request_id must be a string, got {request_id!r}")
+        stream = _Stream()
+        finished = False
+        try:
+            await self._driver.call(lambda: self._driver.add(name, tokens, params, stream))
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._driver.post(lambda: self._driver.abort(name, stream))
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request now; its stream yields what there is, with finish_reason "abort". False if unknown."""
+        return await self._driver.call(lambda: self._driver.abort(request_id, None))
+
+    def close(self) -> None:
+        """Abort what runs, stop the thread. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> AsyncEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 class _Stream:
@@ -37,11 +102,8 @@ class _Stream:
         self._latest: RequestOutput | BaseException | None = None
 
     def put(self, item: RequestOutput | BaseException) -> None:
-        """From the engine's thread. A loop that has closed no longer listens."""
-        try:
-            self._loop.call_soon_threadsafe(self._set, item)
-        except RuntimeError:
-            logger.debug("the event loop of a stream is closed; its output is dropped")
+        """From the engine's thread."""
+        _call_in(self._loop, self._set, item)
 
     def _set(self, item: RequestOutput | BaseException) -> None:
         self._latest = item
@@ -52,101 +114,27 @@ class _Stream:
         self._ready.clear()
         assert self._latest is not None
         if isinstance(self._latest, BaseException):
-            raise self._latest
+            raise RuntimeError(f"the engine stopped: {self._latest!r}") from self._latest
         return self._latest
 
 
-class AsyncEngine:
-    """An engine that many tasks use at once. Arguments are those of ``LLM``.
+class _Driver:
+    """The thread that owns the engine. It holds no reference to the ``AsyncEngine``, so that can be collected."""
 
-    Raises:
-        ValueError: as ``LLM``.
-    """
-
-    def __init__(self, model: str, **kwargs: Any) -> None:
-        speculative_config = kwargs.pop("speculative_config", None)
-        if speculative_config is not None:
-            raise ValueError(
-                f"speculative_config must be None, got {speculative_config!r}: this version does not speculate yet"
-            )
-        self.config, self.engine = build_engine(EngineConfig.from_kwargs(model=model, **kwargs))
-        self._reader = PromptReader(
-            self.engine.tokenizer,
-            vocab_size=self.config.model.vocab_size,
-            max_model_len=self.config.max_model_len,
-        )
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._streams: dict[str, tuple[RequestGroup, _Stream]] = {}
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], Any]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._error: BaseException | None = None
-        self._names = itertools.count()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a request: each output holds all that there is so far; the last is ``finished``.
+    # ---- from any thread
 
-        Leaving the loop early, or cancelling the task, aborts the request.
-
-        Raises:
-            ValueError: bad prompt or parameters, or the id is in use.
-        """
-        tokens = self._reader.read(prompt)
-        params = sampling_params or SamplingParams()
-        name = request_id if request_id is not None else f"async-{next(self._names)}"
-        stream = _Stream()
-
-        def add() -> None:
-            if name in self._streams:
-                raise ValueError(f"request_id {name!r} is in use; choose another")
-            self._streams[name] = (self.engine.add(name, tokens, params), stream)
-
-        await self._call(add)
-        finished = False
-        try:
-            while not finished:
-                output = await stream.get()
-                finished = output.finished
-                yield output
-        finally:
-            if not finished:
-                self._post(lambda: self._abort(name, stream))
-
-    async def abort(self, request_id: str) -> bool:
-        """End a request now; its stream yields what there is, with finish_reason "abort". False if unknown."""
-        return await self._call(lambda: self._abort(request_id, None))
-
-    def close(self) -> None:
-        """Abort what runs, stop the thread. May be called twice."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join()
-
-    def __enter__(self) -> AsyncEngine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _abort(self, name: str, stream: _Stream | None) -> bool:
-        """In the engine's thread. With ``stream``: only if the id still means that very request."""
-        found = self._streams.get(name)
-        if found is None or (stream is not None and found[1] is not stream):
-            return False
-        del self._streams[name]
-        self.engine.abort(found[0])
-        found[1].put(found[0].output())
-        return True
-
-    async def _call(self, function: Callable[[], Any]) -> Any:
-        """Run a function in the engine's thread, between two steps, and give back what it gives."""
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function in the engine's thread, between two steps, and give back what it gives or raises."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -159,31 +147,64 @@ class AsyncEngine:
                 future.set_result(result)
 
         def run() -> None:
-            result, failure = None, self._error
+            result, failure = None, self._closed_error()
             if failure is None:
                 try:
                     result = function()
-                except ValueError as error:
+                except Exception as error:  # see the header: it is the caller's
                     failure = error
-            loop.call_soon_threadsafe(settle, result, failure)
+            _call_in(loop, settle, result, failure)
 
-        self._post(run)
+        if not self.post(run):
+            raise self._closed_error() or RuntimeError("the engine is closed")
         return await future
 
-    def _post(self, command: Callable[[], Any]) -> None:
+    def post(self, command: Callable[[], Any]) -> bool:
+        """Queue a command for the engine's thread; False if that has ended."""
         with self._wake:
             if self._error is not None or self._closing:
-                raise RuntimeError("the engine is closed") from self._error
+                return False
             self._commands.append(command)
             self._wake.notify()
+            return True
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _closed_error(self) -> RuntimeError | None:
+        if self._error is None:
+            return None
+        error = RuntimeError("the engine is closed")
+        error.__cause__ = self._error
+        return error
+
+    # ---- in the engine's thread
+
+    def add(self, name: str, tokens: TokenPrompt, params: SamplingParams, stream: _Stream) -> None:
+        if name in self._streams:
+            raise ValueError(f"request_id {name!r} is in use; choose another")
+        self._streams[name] = (self._engine.add(name, tokens, params), stream)
+
+    def abort(self, name: str, stream: _Stream | None) -> bool:
+        """With ``stream``: only if the id still means that very request."""
+        found = self._streams.get(name)
+        if found is None or (stream is not None and found[1] is not stream):
+            return False
+        del self._streams[name]
+        self._engine.abort(found[0])
+        found[1].put(found[0].output())
+        return True
 
     def _main(self) -> None:
         try:
             while self._wait_for_work():
                 while self._commands:
                     self._commands.popleft()()
-                if self.engine.has_unfinished:
-                    self._publish(self.engine.step())
+                if self._engine.has_unfinished:
+                    self._publish(self._engine.step())
         except BaseException as error:
             logger.exception("the engine stopped")
             self._stop(error)
@@ -192,7 +213,7 @@ class AsyncEngine:
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            while not (self._closing or self._commands or self.engine.has_unfinished):
+            while not (self._closing or self._commands or self._engine.has_unfinished):
                 self._wake.wait()
             return not self._closing
 
@@ -208,13 +229,21 @@ class AsyncEngine:
     def _stop(self, error: BaseException | None) -> None:
         """Nobody is left waiting: streams get the error or an aborted output, commands an error."""
         with self._wake:
-            self._error = error or RuntimeError("the engine is closed")
-        for name, (group, stream) in list(self._streams.items()):
+            self._error = error or RuntimeError("close() was called")
+        for name, (_, stream) in list(self._streams.items()):
             if error is None:
-                self._abort(name, stream)
+                self.abort(name, stream)
             else:
-                self.engine.abort(group, "error")
                 stream.put(error)
         self._streams.clear()
+        self._engine.recover()
         while self._commands:
             self._commands.popleft()()
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """Call in an event loop's thread; a loop that has closed has nobody who waits."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        logger.debug("the event loop of a caller is closed; its result is dropped")

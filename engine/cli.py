@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,8 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logging.INFO if options.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
     except ValueError as error:
+        print(f"tlt {options.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
         print(f"tlt {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -53,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     commands.add_parser("bench", help="measure; see tlt bench --help", add_help=False)
     explain = commands.add_parser("explain", help="which backend runs each op, and why")
-    _add_engine_options(explain)
+    _add_ops_options(explain)
     explain.set_defaults(run=_explain)
     return parser
 
@@ -63,11 +72,15 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--model", default="smollm2", help="smollm2, an HF directory or a GGUF file"
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
-    parser.add_argument("--ops", default="auto", help="auto, native or reference")
-    parser.add_argument("--num-threads", type=int, default=None, help="threads of the CPU kernels")
     parser.add_argument("--seed", type=int, default=0, help="seeds requests that bring none")
     parser.add_argument("--max-model-len", type=int, default=None, help="longest sequence, tokens")
     parser.add_argument("--kv-cache-bytes", type=int, default=None, help="memory of the KV cache")
+    _add_ops_options(parser)
+
+
+def _add_ops_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ops", default="auto", help="auto, native or reference")
+    parser.add_argument("--num-threads", type=int, default=None, help="threads of the CPU kernels")
     parser.add_argument("--verbose", action="store_true", help="say what auto was resolved to")
 
 

@@ -6,6 +6,8 @@ is set up for show: it is ``Engine.step`` in a loop. Invariant: what it prints w
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ class Moment:
 
 def run_demo(engine_arguments: Mapping[str, Any], output: str) -> int:
     """Load the model, run the workload, print the table and the path of the timeline. Returns an exit status."""
+    path = _checked_path(output)
     started = time.perf_counter()
     llm = LLM(**engine_arguments)
     load_s = time.perf_counter() - started
@@ -46,9 +49,22 @@ def run_demo(engine_arguments: Mapping[str, Any], output: str) -> int:
     groups, moments = _run(llm)
     _show_answers(groups)
     print(_table(groups, moments, llm, ceilings))
-    path = _draw(moments, Path(output))
+    _draw(moments, path)
     print(f"timeline: {path}")
     return 0
+
+
+def _checked_path(output: str) -> Path:
+    """Where the timeline goes; whatever would fail after the run fails before it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the timeline needs matplotlib: pip install 'tlt-engine[demo]'")
+    path = Path(output).resolve()
+    if path.suffix not in (".png", ".svg", ".pdf") or path.is_dir():
+        raise ValueError(f"--output must be a .png, .svg or .pdf file, got {output!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--output: cannot write into {path.parent}")
+    return path
 
 
 def _run(llm: LLM) -> tuple[list[RequestGroup], list[Moment]]:
@@ -110,11 +126,9 @@ def _table(
     return "\n".join(lines)
 
 
-def _draw(moments: Sequence[Moment], path: Path) -> Path:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("the timeline needs matplotlib: pip install 'tlt-engine[demo]'") from error
+def _draw(moments: Sequence[Moment], path: Path) -> None:
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -131,10 +145,8 @@ def _draw(moments: Sequence[Moment], path: Path) -> Path:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-    return path.resolve()
 
 
 def _rates(moments: Sequence[Moment]) -> list[float]:

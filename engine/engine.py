@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.metrics import EngineCounters
@@ -43,7 +43,8 @@ class Engine:
     """Runs requests to their end.
 
     Args:
-        scheduler, runner, sampler: the parts, made for one model.
+        make_scheduler: gives a scheduler over an empty cache, of the runner's size.
+        runner, sampler: the other parts, made for one model.
         tokenizer: None for a model without one; then outputs have no text.
         eos_token_ids: end-of-sequence ids of the model.
         max_model_len: longest sequence in tokens.
@@ -52,7 +53,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        make_scheduler: Callable[[], Scheduler],
         runner: ModelRunner,
         sampler: Sampler,
         *,
@@ -61,7 +62,8 @@ class Engine:
         max_model_len: int,
         seed: int,
     ) -> None:
-        self.scheduler = scheduler
+        self._make_scheduler = make_scheduler
+        self.scheduler = make_scheduler()
         self.runner = runner
         self.sampler = sampler
         self.tokenizer = tokenizer
@@ -81,16 +83,17 @@ class Engine:
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise ValueError("stop and bad_words are text, but the model has no tokenizer")
         group = RequestGroup(request_id, prompt.text, prompt.token_ids, time.monotonic())
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None] * len(prompt.token_ids)
         base = self._next_seed() if params.seed is None else params.seed
-        bad_words = self._encode_bad_words(params.bad_words)
+        bad_words = self._encode_bad_words(params.bad_words or ())
         try:
             for index in range(params.n):
                 self._add_sample(group, params, (base + index) % 2**63, bad_words)
-        except ValueError:
-            self.abort(group)
+        except BaseException:
+            self._drop(group)
             raise
         self._num_requests += 1
-        self.counters.num_prompt_tokens += len(prompt.token_ids)
         return group
 
     def abort(self, group: RequestGroup, reason: FinishReason = "abort") -> None:
@@ -99,6 +102,28 @@ class Engine:
             if sample.finished_time is None:
                 self.scheduler.finish(sample.request, reason)
                 self._retire(sample)
+
+    def withdraw(self, groups: Sequence[RequestGroup]) -> None:
+        """Take back the groups added last, before any step: as if they had never been added."""
+        for group in groups:
+            self._drop(group)
+        self._num_requests -= len(groups)
+
+    def recover(self) -> None:
+        """Give up every request and start new books.
+
+        For an exception that may have come at any moment (Ctrl-C, out of memory): what the scheduler and the cache
+        have written down is then in doubt. Weights, counters and the numbering of requests stay.
+        """
+        version = self.scheduler.kv.version
+        self.scheduler = self._make_scheduler()
+        self.scheduler.kv.set_version(version)
+        self.sampler.forget_all()
+        now = time.monotonic()
+        for sample in self._samples.values():
+            sample.request.finish("abort")
+            sample.finish(now)
+        self._samples.clear()
 
     @property
     def has_unfinished(self) -> bool:
@@ -112,15 +137,12 @@ class Engine:
             return []
         try:
             plan = self._plan(step)
-            sampled, prompt_rows = self._run(step, plan)
-        except RowError as error:
-            self.scheduler.fail(step)
-            return self._end_with_error(error)
+            drawn, prompt_rows = self._run(step, plan)
         except BaseException:
             self.scheduler.fail(step)
             raise
         self._keep_prompt_logprobs(prompt_rows)
-        groups = self._commit(step, plan, sampled)
+        groups = self._commit(step, plan, drawn)
         self._count(step, plan, time.perf_counter() - start)
         return groups
 
@@ -161,20 +183,23 @@ class Engine:
         return sampled, prompt_rows
 
     def _commit(
-        self, step: ScheduledStep, plan: _Plan, sampled: Sequence[Sampled]
+        self, step: ScheduledStep, plan: _Plan, drawn: Sequence[Sampled | RowError]
     ) -> list[RequestGroup]:
-        drawn = {
-            row.request.request_id: token
-            for row, token in zip(plan.sample_rows, sampled, strict=True)
-        }
-        outcome = self.scheduler.commit(step, {i: (t.token_id,) for i, t in drawn.items()})
-        now = time.monotonic()
         touched: dict[str, RequestGroup] = {}
+        sampled: dict[str, Sampled] = {}
+        for row, result in zip(plan.sample_rows, drawn, strict=True):
+            if isinstance(result, RowError):
+                group = self._end_with_error(row.request, result)
+                touched[group.request_id] = group
+            else:
+                sampled[row.request.request_id] = result
+        outcome = self.scheduler.commit(step, {i: (s.token_id,) for i, s in sampled.items()})
+        now = time.monotonic()
         for committed in outcome:
             request = committed.request
             sample = self._samples[request.request_id]
             touched[sample.group.request_id] = sample.group
-            self._show(sample, committed.token_ids, drawn[request.request_id], now)
+            self._show(sample, committed.token_ids, sampled[request.request_id], now)
             if request.is_finished:
                 self._retire(sample)
         return list(touched.values())
@@ -194,24 +219,33 @@ class Engine:
 
     def _retire(self, sample: Sample) -> None:
         sample.finish(time.monotonic())
+        request = sample.request
         self.counters.num_finished_requests += 1
-        self.counters.num_cached_prompt_tokens += sample.request.num_cached_tokens
-        self.counters.num_preemptions += sample.request.num_preemptions
-        self.sampler.forget(sample.request.request_id)
-        del self._samples[sample.request.request_id]
+        self.counters.num_prompt_tokens += request.prompt_len
+        self.counters.num_cached_prompt_tokens += request.num_cached_tokens
+        self.counters.num_preemptions += request.num_preemptions
+        self.sampler.forget(request.request_id)
+        del self._samples[request.request_id]
 
-    def _end_with_error(self, error: RowError) -> list[RequestGroup]:
-        """A request that cannot be sampled ends alone; the step is run again without it."""
-        sample = self._samples[error.request_id]
-        logger.error("request %s: %s", error.request_id, error)
-        self.scheduler.finish(sample.request, "error", str(error))
+    def _drop(self, group: RequestGroup) -> None:
+        """Forget samples that have not run."""
+        for sample in group.samples:
+            self.scheduler.abort(sample.request.request_id)
+            self.sampler.forget(sample.request.request_id)
+            self._samples.pop(sample.request.request_id, None)
+
+    def _end_with_error(self, request: Request, error: RowError) -> RequestGroup:
+        """A request that cannot be sampled ends alone, with the tokens it has."""
+        sample = self._samples[request.request_id]
+        logger.error("request %s: %s", request.request_id, error)
+        self.scheduler.finish(request, "error", str(error))
         self._retire(sample)
-        return [sample.group]
+        return sample.group
 
     def _keep_prompt_logprobs(self, prompt_rows: Sequence[_PromptRows]) -> None:
         for request, first, found in prompt_rows:
             group = self._samples[request.request_id].group
-            known: list[LogprobsAt | None] = group.prompt_logprobs or [None] * request.prompt_len
+            known: list[LogprobsAt | None] = list(group.prompt_logprobs or ())
             known[first + 1 : first + 1 + len(found)] = found
             group.prompt_logprobs = known
 
@@ -237,10 +271,11 @@ class Engine:
             group_id=group.request_id,
             sample_index=index,
         )
-        self.scheduler.add(request)
         text = None if self.tokenizer is None else OutputText(self.tokenizer, params)
-        logprobs = None if params.logprobs is None else []
-        sample = Sample(request, group, text, logprobs)
+        sample = Sample(request, group, text, None if params.logprobs is None else [])
+        self.scheduler.add(
+            request
+        )  # refuses an id that is in use, so before anything of that id is touched
         group.samples.append(sample)
         self._samples[request.request_id] = sample
         self.sampler.admit(request, bad_words)

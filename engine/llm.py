@@ -14,9 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.assembly import build_engine
-from engine.config import EngineConfig
 from engine.outputs import RequestOutput
-from engine.prompts import Prompt, PromptReader, TokenPrompt, one_per_prompt
+from engine.prompts import Prompt, TokenPrompt, one_per_prompt
 from engine.request_group import RequestGroup
 from engine.sampling_params import SamplingParams
 
@@ -34,7 +33,7 @@ class LLM:
         seed: seeds requests that bring none: the same calls in the same order give the same tokens.
         max_model_len: longest sequence in tokens; None is the model's.
         kv_cache_bytes: memory of the KV cache; None derives it from what is free.
-        max_num_seqs: most samples running at once.
+        max_num_seqs: most samples running at once; None is 256.
         enable_prefix_caching: keep and reuse the pages of prompts.
         num_threads: threads of the CPU kernels; None is one for each usable core.
         speculative_config: None. Speculation is not in this version; asking for it raises.
@@ -53,33 +52,24 @@ class LLM:
         seed: int = 0,
         max_model_len: int | None = None,
         kv_cache_bytes: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if speculative_config is not None:
-            raise ValueError(
-                f"speculative_config must be None, got {speculative_config!r}: this version does not speculate yet"
-            )
-        config = EngineConfig.from_kwargs(
+        self.config, self.engine, self._reader = build_engine(
             model=model,
             dtype=dtype,
             device=device,
             seed=seed,
             max_model_len=max_model_len,
             kv_cache_bytes=kv_cache_bytes,
-            max_num_seqs=max_num_seqs,
             enable_prefix_caching=enable_prefix_caching,
             num_threads=num_threads,
+            speculative_config=speculative_config,
+            **({} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}),
             **kwargs,
-        )
-        self.config, self.engine = build_engine(config)
-        self._reader = PromptReader(
-            self.engine.tokenizer,
-            vocab_size=self.config.model.vocab_size,
-            max_model_len=self.config.max_model_len,
         )
         self._turn = threading.Lock()
         self._num_calls = 0
@@ -120,8 +110,8 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer with a chat template; the model has none")
-        if not messages:
-            raise ValueError("messages is empty; pass at least one message")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise ValueError(f"messages must be a list of at least one message, got {messages!r}")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = []
         for conversation in conversations:
@@ -154,7 +144,7 @@ class LLM:
         }
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if requests still hold pages of theirs."""
+        """Forget all cached prefixes; False, with nothing changed, while a step runs."""
         with self._turn:
             return self.engine.scheduler.kv.reset_prefix_cache()
 
@@ -165,16 +155,30 @@ class LLM:
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         with self._turn:
-            call, self._num_calls = self._num_calls, self._num_calls + 1
-            groups: list[RequestGroup] = []
+            groups = self._add_all(prompts, params)
             try:
-                for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                    groups.append(self.engine.add(f"{call}-{i}", prompt, p))
                 self._drive(groups, use_tqdm)
-            finally:
-                for group in groups:
-                    self.engine.abort(group)
+            except BaseException:
+                self.engine.recover()
+                raise
             return [group.output() for group in groups]
+
+    def _add_all(
+        self, prompts: Sequence[TokenPrompt], params: Sequence[SamplingParams]
+    ) -> list[RequestGroup]:
+        """All of them, or none."""
+        groups: list[RequestGroup] = []
+        try:
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+                groups.append(self.engine.add(f"{self._num_calls}-{i}", prompt, p))
+        except ValueError:
+            self.engine.withdraw(groups)
+            raise
+        except BaseException:
+            self.engine.recover()
+            raise
+        self._num_calls += 1
+        return groups
 
     def _drive(self, groups: Sequence[RequestGroup], use_tqdm: bool | None) -> None:
         num_samples = sum(len(group.samples) for group in groups)

@@ -6,6 +6,7 @@ be run: at least one token, all inside the vocabulary, and room for one more wit
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,11 +44,12 @@ class PromptReader:
         """
         if isinstance(prompts, (str, Mapping)):
             return [self.read(prompts, "prompts")]
-        if not isinstance(prompts, Sequence):
+        prompts = _plain(prompts)
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
             raise ValueError(
                 f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}"
             )
-        if prompts and all(isinstance(p, int) for p in prompts):
+        if prompts and all(_is_integer(p) for p in prompts):
             return [self.read(prompts, "prompts")]  # type: ignore[arg-type]
         return [self.read(p, f"prompts[{i}]") for i, p in enumerate(prompts)]  # type: ignore[arg-type]
 
@@ -70,7 +72,7 @@ class PromptReader:
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
         if unknown or not prompt:
             raise ValueError(
-                f"{name} must have the key 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
+                f"{name} must have the key 'prompt' or 'prompt_token_ids', got {list(prompt)}"
             )
         text = prompt.get("prompt")
         if text is not None and not isinstance(text, str):
@@ -87,17 +89,17 @@ class PromptReader:
         return self._tokenizer.encode(text)
 
     def _checked(self, token_ids: Any, name: str) -> list[int]:
-        if hasattr(token_ids, "tolist"):
-            token_ids = token_ids.tolist()
+        token_ids = _plain(token_ids)
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
             raise ValueError(f"{name} must be a list of token ids, got {type(token_ids).__name__}")
-        ids = list(token_ids)
-        if not ids:
+        if not token_ids:
             raise ValueError(f"{name} is empty; pass at least one token id")
-        for i, token_id in enumerate(ids):
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
+        ids: list[int] = []
+        for i, token_id in enumerate(token_ids):
+            if not _is_integer(token_id):
                 raise ValueError(f"{name}[{i}] must be a token id, got {token_id!r}")
-            if not 0 <= token_id < self._vocab_size:
+            ids.append(operator.index(token_id))
+            if not 0 <= ids[-1] < self._vocab_size:
                 raise ValueError(
                     f"{name}[{i}]: token id {token_id} is outside the vocabulary of {self._vocab_size}"
                 )
@@ -109,6 +111,16 @@ class PromptReader:
         return ids
 
 
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_integer(value: object) -> bool:
+    """An integer of Python, numpy or torch; True and False are none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
 def one_per_prompt(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
@@ -117,6 +129,10 @@ def one_per_prompt(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence):
+        raise ValueError(
+            f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}"
+        )
     params = list(sampling_params)
     if len(params) != num_prompts:
         raise ValueError(

@@ -123,7 +123,7 @@ class Request:
         self.max_total_len = max_total_len
         room = max_total_len - self.prompt_len
         self.max_output_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
-        self._ending_ids = frozenset(params.stop_token_ids)
+        self._ending_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             self._ending_ids |= eos_token_ids
 

@@ -91,7 +91,7 @@ class RequestGroup:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=list(self.prompt_token_ids),
             outputs=[s.output() for s in self.samples],
             finished=self.finished,
             prompt_logprobs=self.prompt_logprobs,

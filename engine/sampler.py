@@ -10,8 +10,9 @@ parameters and the text before it, and on nothing else in the batch.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +29,7 @@ NEG_INF = float("-inf")
 
 
 class RowError(Exception):
-    """What a request asks of its logits cannot be done (a user's processor raised, no token is left)."""
-
-    def __init__(self, request_id: str, message: str) -> None:
-        super().__init__(message)
-        self.request_id = request_id
+    """Why no token can be drawn for a row: its processor raised, nothing is allowed, the logits are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +88,22 @@ class Sampler:
         ops: the op table; ``sample`` and ``log_sum_exp`` are used.
         vocab_size: V.
         max_rows: most rows of one call.
+        decode: text of a token id, for ``Logprob.decoded_token``; None where there is no tokenizer.
         processed_logprobs: report log-probabilities after bias, penalties, temperature and top-k/p instead of
             those of the model itself.
     """
 
     def __init__(
-        self, ops: Ops, *, vocab_size: int, max_rows: int, processed_logprobs: bool = False
+        self,
+        ops: Ops,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        decode: Callable[[int], str] | None = None,
+        processed_logprobs: bool = False,
     ) -> None:
         self._ops = ops
+        self._decode = (lambda token_id: None) if decode is None else functools.cache(decode)
         self._vocab_size = vocab_size
         self._processed = processed_logprobs
         self._rules: dict[str, _Rules] = {}
@@ -120,22 +125,31 @@ class Sampler:
     def forget(self, request_id: str) -> None:
         self._rules.pop(request_id, None)
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-        """Draw one token for each row. ``logits`` [L, V] fp32 is overwritten.
+    def forget_all(self) -> None:
+        self._rules.clear()
 
-        Raises RowError for a request whose processor fails or forbids every token; nothing has been drawn then.
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | RowError]:
+        """Draw one token for each row, or say why there is none. ``logits`` [L, V] fp32 is overwritten.
+
+        A row that fails changes nothing for the others, and no processor is called twice for a position.
         """
         wants = [r.request.params.logprobs is not None for r in rows]
         raw = self._raw_logprob_sources(logits, rows, wants)
+        errors: dict[int, RowError] = {}
         for i, row in enumerate(rows):
             rules = self._rules[row.request.request_id]
             if rules.any:
-                self._apply_rules(logits[i], row, rules)
+                try:
+                    self._apply_rules(logits[i], row, rules)
+                except RowError as error:
+                    errors[i] = error
         token_ids = self._draw(logits, rows)
-        if not any(wants):
-            return [Sampled(t) for t in token_ids]
+        for i in np.flatnonzero(np.isnan(self._draw_logprobs.numpy()[: len(rows)])).tolist():
+            errors.setdefault(i, RowError("the model's logits are not finite; check its weights"))
+        if not errors and not any(wants):
+            return [Sampled(token_id) for token_id in token_ids]
         return [
-            Sampled(t, self._logprobs(logits, raw, i, t, row) if want else None)
+            errors.get(i) or Sampled(t, self._logprobs(logits, raw, i, t, row) if want else None)
             for i, (t, row, want) in enumerate(zip(token_ids, rows, wants, strict=True))
         ]
 
@@ -144,7 +158,8 @@ class Sampler:
         lse = self._lse[: logits.shape[0]]
         self._ops.log_sum_exp(logits, lse)
         return [
-            _top_logprobs(logits[i], float(lse[i]), token, k) for i, token in enumerate(token_ids)
+            self._top_logprobs(logits[i], float(lse[i]), token, k)
+            for i, token in enumerate(token_ids)
         ]
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -176,11 +191,11 @@ class Sampler:
         if params.logit_bias:
             bias_ids = self._ids("logit_bias", list(params.logit_bias))
             bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-        stop_ids = self._ids("stop_token_ids", list(params.stop_token_ids))
+        stop_ids = self._ids("stop_token_ids", params.stop_token_ids or ())
         if params.min_tokens > 0:
             ends = {*stop_ids.tolist(), *request.eos_token_ids}
             end_ids = torch.tensor(sorted(ends), dtype=torch.int64) if ends else None
-        processors = tuple((p, _takes_prompt(p)) for p in params.logits_processors)
+        processors = tuple((p, _takes_prompt(p)) for p in params.logits_processors or ())
         words = tuple(tuple(w) for w in bad_words)
         return _Rules(allowed, words, bias_ids, bias, end_ids, processors, params.needs_history)
 
@@ -199,10 +214,9 @@ class Sampler:
         if rules.allowed is not None:
             logits.masked_fill_(rules.allowed, NEG_INF)
         if rules.bad_words:
-            history = [*row.request.prompt_token_ids, *output]
             for word in rules.bad_words:
                 head = list(word[:-1])
-                if not head or history[-len(head) :] == head:
+                if not head or output[-len(head) :] == head:
                     logits[word[-1]] = NEG_INF
         if rules.end_ids is not None and len(output) < params.min_tokens:
             logits[rules.end_ids] = NEG_INF
@@ -214,7 +228,6 @@ class Sampler:
             _penalise(logits, row.request.prompt_token_ids, output, params)
         if not bool((logits > NEG_INF).any()):
             raise RowError(
-                row.request.request_id,
                 "no token may follow: allowed_token_ids, bad_words, min_tokens, logit_bias and "
                 "logits_processors together forbid the whole vocabulary; relax one of them",
             )
@@ -238,7 +251,7 @@ class Sampler:
         params = row.request.params
         k = params.logprobs or 0
         if not self._processed:
-            return _top_logprobs(raw.get(i, logits[i]), float(self._lse[i]), token_id, k)
+            return self._top_logprobs(raw.get(i, logits[i]), float(self._lse[i]), token_id, k)
         z = logits[i]
         if params.temperature > 0.0:
             z = z / params.temperature
@@ -246,19 +259,21 @@ class Sampler:
             z = torch.where(keep, z, NEG_INF)
         lse = torch.empty(1)
         self._ops.log_sum_exp(z.unsqueeze(0), lse)
-        return _top_logprobs(z, float(lse), token_id, k)
+        return self._top_logprobs(z, float(lse), token_id, k)
 
-
-def _top_logprobs(logits: Tensor, log_sum_exp: float, token_id: int, k: int) -> LogprobsAt:
-    value = logits[token_id]
-    rank = 1 + int((logits > value).sum())
-    result = {token_id: Logprob(float(value) - log_sum_exp, rank)}
-    if k > 0:
-        values, ids = torch.topk(logits, k)
-        for place, (v, token) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
-            if v > NEG_INF:
-                result.setdefault(token, Logprob(v - log_sum_exp, place + 1))
-    return result
+    def _top_logprobs(
+        self, logits: Tensor, log_sum_exp: float, token_id: int, k: int
+    ) -> LogprobsAt:
+        value = logits[token_id]
+        rank = 1 + int((logits > value).sum())
+        result = {token_id: Logprob(float(value) - log_sum_exp, rank, self._decode(token_id))}
+        if k > 0:
+            values, ids = torch.topk(logits, min(k, self._vocab_size))
+            for place, (v, token) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
+                if v > NEG_INF:
+                    entry = Logprob(v - log_sum_exp, place + 1, self._decode(token))
+                    result.setdefault(token, entry)
+        return result
 
 
 def _penalise(
@@ -277,8 +292,11 @@ def _penalise(
 
 def _takes_prompt(processor: object) -> bool:
     """Whether a processor has vLLM's three-argument form (prompt ids, output ids, logits)."""
+    function = getattr(
+        processor, "forward", processor
+    )  # an nn.Module is called through its forward
     try:
-        signature = inspect.signature(processor)  # type: ignore[arg-type]
+        signature = inspect.signature(function)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
     required = [
@@ -295,14 +313,15 @@ def _run_processor(
     prompt = list(row.request.prompt_token_ids)
     arguments = (prompt, list(output), logits) if takes_prompt else (list(output), logits)
     try:
-        result = processor(*arguments)  # type: ignore[operator]
+        with torch.no_grad():  # a trained processor must not draw the logits into its graph
+            result = processor(*arguments)  # type: ignore[operator]
         if not isinstance(result, Tensor) or result.shape != logits.shape:
             raise TypeError(f"it must return logits of shape {tuple(logits.shape)}, got {result!r}")
         if result is not logits:
             logits.copy_(result)
-        if bool(torch.isnan(logits).any()):
-            raise ValueError("it left NaN in the logits")
+        if not bool((logits < float("inf")).all()):
+            raise ValueError("it left NaN or +inf in the logits; forbid the other tokens instead")
     except (
         Exception
     ) as error:  # the user's code: whatever it raises is this request's failure alone
-        raise RowError(row.request.request_id, f"logits processor failed: {error!r}") from error
+        raise RowError(f"logits processor failed: {error!r}") from error

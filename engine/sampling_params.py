@@ -2,20 +2,24 @@
 
 Names and meanings follow vLLM's ``SamplingParams``; a parameter that is not implemented does not exist here,
 so that asking for it raises. Knows nothing of tokenizers or vocabularies: checks that need them are made by
-``Engine.add_request``. Invariant: an instance that exists is valid.
+``Sampler.admit``. Invariant: an instance that exists is valid.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 LogitsProcessor = Callable[..., Any]
 """``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids, logits) -> logits [vocab]``."""
 
 MAX_LOGPROBS = 100
+_INT32 = 2**31 - 1
+_LEAST_TEMPERATURE = 1e-5  # below it logits / temperature overflows; it counts as 0, as in vLLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,7 @@ class SamplingParams:
 
     Args:
         n: number of samples of the prompt; sample ``i`` uses ``seed + i``.
-        temperature: 0 is greedy (lowest id on a tie).
+        temperature: 0 is greedy (lowest id on a tie), and so is anything below 1e-5.
         top_p, top_k, min_p: what may be sampled; ``top_k`` 0 or -1 means all. Applied after temperature in the
             order min-p, top-k, top-p, each on the renormalised rest, as vLLM does.
         max_tokens: most tokens to generate; None means up to the context length.
@@ -38,7 +42,8 @@ class SamplingParams:
         presence_penalty, frequency_penalty: on output tokens, as OpenAI defines them.
         repetition_penalty: on prompt and output tokens, as in CTRL (arXiv 1909.05858): divides positive logits.
         logit_bias: token id -> what is added to its logit.
-        bad_words: texts that must not appear in the output.
+        bad_words: texts whose own token sequences (at the start of a text and after a space) are not sampled; a
+            text that other tokens spell is not caught.
         allowed_token_ids: the only tokens that may appear.
         logits_processors: called in order on the logits of every sampled position.
 
@@ -54,7 +59,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
@@ -64,49 +69,111 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    logits_processors: Sequence[LogitsProcessor] = ()
+    logits_processors: Sequence[LogitsProcessor] | None = None
     skip_special_tokens: bool = True
-    stop_strings: tuple[str, ...] = field(init=False, default=())
+
+    def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
+        """Refuse names that do not exist, by name: the generated ``__init__`` would raise TypeError."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+                raise ValueError(f"unknown sampling parameter {name}={given[name]!r}; {hint}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        stop = self.stop
-        strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        object.__setattr__(self, "stop_strings", strings)
-        _check_int("n", self.n, 1, 4096)
-        _check_float("temperature", self.temperature, 0.0, 1e4)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        """Check every field and put it into its plain, immutable form."""
+        self._integer("n", 1, 4096)
+        self._number("temperature", 0.0, 1e4)
+        if 0.0 < self.temperature < _LEAST_TEMPERATURE:
+            self._set("temperature", 0.0)
+        self._number("top_p", 0.0, 1.0, open_low=True)
+        self._integer("top_k", -1, _INT32)
+        self._number("min_p", 0.0, 1.0)
+        self._integer("max_tokens", 1, _INT32, optional=True)
+        self._integer("min_tokens", 0, _INT32)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
             )
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 1e4, open_low=True)
-        for name, texts in (("stop", strings), ("bad_words", self.bad_words)):
-            if isinstance(texts, str) or not all(isinstance(s, str) and s for s in texts):
-                raise ValueError(f"{name} must be a list of non-empty strings, got {texts!r}")
-        for token_id, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias key", token_id, 0, 2**31 - 1)
-            _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
-                _check_int(f"{name} entry", token_id, 0, 2**31 - 1)
-        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+        self._integer("seed", 0, 2**63 - 1, optional=True)
+        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._number("repetition_penalty", 0.0, 1e4, open_low=True)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if isinstance(self.stop, str):
+            self._set("stop", (self.stop,))
+        self._texts("stop")
+        self._texts("bad_words")
+        self._token_ids("stop_token_ids")
+        self._token_ids("allowed_token_ids")
+        if self.allowed_token_ids == ():
             raise ValueError("allowed_token_ids must name at least one token, got an empty list")
-        if not all(callable(p) for p in self.logits_processors):
+        self._biases()
+        processors = self._items("logits_processors")
+        if not all(callable(p) for p in processors or ()):
             raise ValueError("logits_processors must be a list of callables (token_ids, logits)")
+        self._set("logits_processors", processors or ())
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        self._set(name, _as_int(name, value, low, high))
+
+    def _number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
+        self._set(name, _as_float(name, getattr(self, name), low, high, open_low=open_low))
+
+    def _items(self, name: str) -> tuple[Any, ...] | None:
+        """The field as a tuple, whatever iterable came: a generator must not be used up by a check."""
+        value = getattr(self, name)
+        if value is None:
+            return None
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+            raise ValueError(f"{name} must be a list, got {value!r}")
+        return tuple(value)
+
+    def _texts(self, name: str) -> None:
+        texts = self._items(name) or ()
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"{name} must be a list of non-empty strings, got {list(texts)!r}")
+        self._set(name, texts)
+
+    def _token_ids(self, name: str) -> None:
+        items = self._items(name)
+        if items is not None:
+            items = tuple(_as_int(f"{name} entry", i, 0, _INT32) for i in items)
+        self._set(name, items)
+
+    def _biases(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        biases = {
+            _as_int("logit_bias key", token_id, 0, _INT32): _as_float(
+                f"logit_bias[{token_id}]", bias, -100.0, 100.0
+            )
+            for token_id, bias in self.logit_bias.items()
+        }
+        self._set("logit_bias", biases)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` in its checked form."""
+        return self.stop  # type: ignore[return-value]  # a tuple since _check
 
     @property
     def needs_history(self) -> bool:
@@ -118,16 +185,24 @@ class SamplingParams:
         )
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+def _as_int(name: str, value: Any, low: int, high: int) -> int:
+    """A plain int of anything that is an integer, numpy's and torch's included."""
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if isinstance(value, bool) or number is None or not low <= number <= high:
         raise ValueError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+    return number
 
 
-def _check_float(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False
-) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not low <= float(value) <= high or (open_low and float(value) == low):  # type: ignore[arg-type]
+def _as_float(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not low <= number <= high or (open_low and number == low):
         raise ValueError(
             f"{name} must be a number in {'(' if open_low else '['}{low}, {high}], got {value!r}"
         )
+    return number

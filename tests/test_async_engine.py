@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,72 @@ def test_bad_requests_raise_and_others_go_on(engine: AsyncEngine) -> None:
         assert (await good)[-1].outputs[0].finish_reason == "length"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("sampling_params", "request_id"), [({"n": 2}, None), (5, None), (None, ["x"])]
+)
+def test_arguments_of_a_wrong_type_fail_for_their_caller_alone(
+    engine: AsyncEngine, sampling_params: Any, request_id: Any
+) -> None:
+    """Catches a caller who hangs, and an engine that dies for everybody."""
+
+    async def run() -> None:
+        with pytest.raises(ValueError, match=r"sampling_params|request_id"):
+            await asyncio.wait_for(collect(engine, "x", sampling_params, request_id), 5)
+        assert (await collect(engine, "x", SamplingParams(max_tokens=2)))[-1].finished
+
+    asyncio.run(run())
+
+
+def test_an_unforeseen_error_while_adding_reaches_its_caller_alone(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*args: object) -> None:
+        raise MemoryError
+
+    async def run() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.engine.OutputText", explode)
+            with pytest.raises(MemoryError):
+                await asyncio.wait_for(collect(engine, "x"), 5)
+        assert (await collect(engine, "x", SamplingParams(max_tokens=2)))[-1].finished
+
+    asyncio.run(run())
+    assert idle(engine)
+
+
+def test_a_loop_that_closes_while_it_waits_ends_nothing_but_itself(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        await asyncio.wait_for(collect(engine, "x", long_params(n=8)), 0.01)
+
+    for _ in range(3):
+        with pytest.raises(asyncio.TimeoutError):
+            asyncio.run(run())
+    assert asyncio.run(collect(engine, "x", SamplingParams(max_tokens=2)))[-1].finished
+
+
+def test_cancelling_while_it_is_being_added_leaks_nothing(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        task = asyncio.create_task(collect(engine, "x", long_params(), "early"))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await engine.abort("early") is False
+
+    asyncio.run(run())
+    assert idle(engine)
+
+
+def test_a_dropped_engine_is_closed(tiny_llama_dir: Path) -> None:
+    """Catches threads, and the weights they hold, that stay for ever."""
+    engine = AsyncEngine(str(tiny_llama_dir), kv_cache_bytes=1 << 20, num_threads=1)
+    thread = engine._driver._thread
+    del engine
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_close_ends_streams_and_later_calls_raise(tiny_llama_dir: Path) -> None:

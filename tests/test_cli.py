@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,8 @@ def test_explain_names_the_backend_of_every_op(capsys: pytest.CaptureFixture[str
         ["generate", "--model", "/no/such/model", "x"],
         ["generate", "--temperature", "-1", "x"],
         ["explain", "--ops", "fast"],
+        ["demo", "--output", "/proc/nope/x.png"],
+        ["demo", "--output", "/tmp"],
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -66,3 +70,10 @@ def test_demo_runs_its_whole_workload_and_draws_it(
     assert "tokens                        3072" in out
     assert str(picture) in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_reader_that_has_seen_enough_is_no_traceback(tiny_llama_dir: Path) -> None:
+    command = f"{sys.executable} -m engine.cli generate --model {tiny_llama_dir} -n 64 --max-tokens 64 x | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("--- x")
+    assert "Traceback" not in done.stderr

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,7 +38,15 @@ def first(outputs: list[RequestOutput]) -> Any:
 def test_prompts_in_every_form_give_the_same(llm: LLM) -> None:
     params = SamplingParams(max_tokens=8, seed=3)
     ids = llm.engine.tokenizer.encode("hello")  # type: ignore[union-attr]
-    forms: list[Any] = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}]
+    forms: list[Any] = [
+        "hello",
+        ids,
+        {"prompt": "hello"},
+        {"prompt_token_ids": ids},
+        [np.int64(i) for i in ids],
+        np.array(ids),
+        torch.tensor(ids),
+    ]
     outputs = llm.generate(forms, params)
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
     assert all(o.prompt_token_ids == ids and o.finished for o in outputs)
@@ -185,6 +196,9 @@ def test_chat_renders_the_template(llm: LLM) -> None:
         ({"text": "x"}, "prompt_token_ids"),
         (["fine", ""], r"prompts\[1\]"),
         (3, "prompts"),
+        ({"prompt": "a", 1: 1}, "prompt_token_ids"),
+        (b"bytes", "prompts"),
+        ([True, False], "token"),
     ],
 )
 def test_bad_prompts_are_refused_by_name(llm: LLM, prompt: Any, message: str | None) -> None:
@@ -210,6 +224,17 @@ def test_parameters_outside_the_vocabulary_lose_nothing(
         llm.generate(["a", "b"], [SamplingParams(), SamplingParams(**params, n=2)])
 
 
+@pytest.mark.parametrize("messages", [{"role": "user"}, [], "hi", [5], [[]], (m for m in ())])
+def test_messages_of_a_wrong_shape_are_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match=r"message"):
+        llm.chat(messages)
+
+
+def test_sampling_params_of_a_wrong_type_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="sampling_params"):
+        llm.generate("a", 5)  # type: ignore[arg-type]
+
+
 def test_number_of_parameters_must_match(llm: LLM) -> None:
     with pytest.raises(ValueError, match="one for each"):
         llm.generate(["a", "b"], [SamplingParams()])
@@ -231,13 +256,62 @@ def test_a_failing_processor_ends_its_request_alone(llm: LLM) -> None:
     assert outputs[1].outputs[0].token_ids == alone[:3]
 
 
-def test_an_interrupt_leaves_the_engine_usable(llm: LLM) -> None:
-    def interrupt(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+@pytest.mark.parametrize("delay_s", [0.0005, 0.001, 0.002, 0.004, 0.008])
+def test_an_interrupt_at_any_moment_leaves_the_engine_usable(llm: LLM, delay_s: float) -> None:
+    def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["a", "b"], SamplingParams(logits_processors=[interrupt]))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    params = SamplingParams(n=2, max_tokens=60, seed=1, ignore_eos=True)
+    expected = [c.token_ids for c in llm.generate("a", params)[0].outputs]
+    try:
+        for i in range(12):
+            signal.setitimer(signal.ITIMER_REAL, delay_s * (1 + i / 7))
+            with contextlib.suppress(KeyboardInterrupt):
+                llm.generate(["a", "b", "c"], params, use_tqdm=False)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            llm.engine.scheduler.check()
+            assert [c.token_ids for c in llm.generate("a", params)[0].outputs] == expected
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_failure_while_adding_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.engine.OutputText", fail)
+        with pytest.raises(MemoryError):
+            llm.generate(["a", "b"])
     assert first(llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))).token_ids
+
+
+def test_a_refused_call_changes_nothing_for_later_ones(tiny_llama_dir: Path) -> None:
+    """Unseeded requests are numbered: a refused call must not use up numbers, nor count as work."""
+    tokens = []
+    for refuse in (False, True):
+        llm = LLM(str(tiny_llama_dir), kv_cache_bytes=1 << 20, seed=5)
+        if refuse:
+            with pytest.raises(ValueError, match="stop_token_ids"):
+                llm.generate(["x", "y"], [SamplingParams(), SamplingParams(stop_token_ids=[999])])
+            assert llm.stats()["num_finished_requests"] == 0
+        tokens.append(first(llm.generate("x", SamplingParams(max_tokens=8))).token_ids)
+    assert tokens[0] == tokens[1]
+
+
+def test_logprobs_name_their_tokens(llm: LLM) -> None:
+    completion = first(llm.generate("x", SamplingParams(max_tokens=3, seed=1, logprobs=2)))
+    for entry in completion.logprobs:
+        for token_id, logprob in entry.items():
+            want = llm.engine.tokenizer.decode([token_id], skip_special_tokens=False)  # type: ignore[union-attr]
+            assert logprob.decoded_token == want
+
+
+def test_prompt_logprobs_of_one_token(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": [5]}
+    assert llm.generate(prompt, SamplingParams(prompt_logprobs=0))[0].prompt_logprobs == [None]
 
 
 def test_two_engines_in_one_process(llm: LLM, make_model_dir: Any) -> None:

@@ -45,11 +45,17 @@ def make_logits(rows: int = 1, seed: int = 0) -> Tensor:
 
 def draw(
     ops: Ops, logits: Tensor, rows: Sequence[SampleRow], bad_words: Any = (), **options: Any
-) -> list[Sampled]:
+) -> list[Sampled | RowError]:
     sampler = Sampler(ops, vocab_size=VOCAB, max_rows=len(rows), **options)
     for row in rows:
         sampler.admit(row.request, bad_words)
     return sampler.sample(logits.clone(), rows)
+
+
+def one(results: Sequence[Sampled | RowError]) -> Sampled:
+    """The first result, which must be a token."""
+    assert isinstance(results[0], Sampled), results[0]
+    return results[0]
 
 
 def row_of(request: Request, path: tuple[int, ...] = ()) -> SampleRow:
@@ -63,13 +69,14 @@ def support(ops: Ops, logits: Tensor, bad_words: Any = (), **params: Any) -> set
         for seed in range(800)
     ]
     rows = [row_of(r) for r in requests]
-    return {s.token_id for s in draw(ops, logits.expand(len(rows), -1), rows, bad_words=bad_words)}
+    results = draw(ops, logits.expand(len(rows), -1), rows, bad_words=bad_words)
+    return {one([result]).token_id for result in results}
 
 
 def test_greedy_is_argmax_with_lowest_id_on_a_tie(ops: Ops) -> None:
     logits = make_logits()
     logits[0, 17] = logits[0, 40] = 50.0
-    assert draw(ops, logits, [row_of(make_request(temperature=0.0))])[0].token_id == 17
+    assert one(draw(ops, logits, [row_of(make_request(temperature=0.0))])).token_id == 17
 
 
 def test_allowed_token_ids_are_the_only_ones_drawn(ops: Ops) -> None:
@@ -77,8 +84,12 @@ def test_allowed_token_ids_are_the_only_ones_drawn(ops: Ops) -> None:
 
 
 def test_bad_words_forbid_the_last_token_only_behind_its_beginning(ops: Ops) -> None:
-    words = [[7, 5, 9], [11], [8, 12]]  # the prompt ends in 7, 5
-    drawn = support(ops, make_logits(), bad_words=words)
+    words = [
+        [8, 3, 9],
+        [11],
+        [7, 5, 12],
+    ]  # the prompt ends in 7, 5: only the output counts, as in vLLM
+    drawn = support(ops, make_logits(), bad_words=words, output=(8, 3))
     assert 9 not in drawn
     assert 11 not in drawn
     assert 12 in drawn
@@ -90,8 +101,8 @@ def test_bad_words_see_the_path_of_a_tree_node(ops: Ops) -> None:
     logits[0, 12] = 5.0
     request = make_request(temperature=0.0)
     words = [[8, 12]]
-    assert draw(ops, logits, [row_of(request)], words)[0].token_id == 12
-    assert draw(ops, logits, [row_of(request, (8,))], words)[0].token_id != 12
+    assert one(draw(ops, logits, [row_of(request)], words)).token_id == 12
+    assert one(draw(ops, logits, [row_of(request, (8,))], words)).token_id != 12
 
 
 def test_min_tokens_forbids_every_end_until_then(ops: Ops) -> None:
@@ -99,15 +110,15 @@ def test_min_tokens_forbids_every_end_until_then(ops: Ops) -> None:
     logits[0, 2] = logits[0, 4] = 60.0
     params = {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": [4]}
     early, late = make_request(output=(8, 8), **params), make_request(output=(8, 8, 8), **params)
-    assert draw(ops, logits, [row_of(early)])[0].token_id not in (2, 4)
-    assert draw(ops, logits, [row_of(late)])[0].token_id == 2
-    assert draw(ops, logits, [row_of(early, (8,))])[0].token_id == 2
+    assert one(draw(ops, logits, [row_of(early)])).token_id not in (2, 4)
+    assert one(draw(ops, logits, [row_of(late)])).token_id == 2
+    assert one(draw(ops, logits, [row_of(early, (8,))])).token_id == 2
 
 
 def test_logit_bias_is_added(ops: Ops) -> None:
     logits = make_logits()
     request = make_request(temperature=0.0, logit_bias={33: 100.0, 34: -100.0})
-    assert draw(ops, logits, [row_of(request)])[0].token_id == 33
+    assert one(draw(ops, logits, [row_of(request)])).token_id == 33
 
 
 def test_penalties_match_their_definition_at_every_position_of_a_run(ops: Ops) -> None:
@@ -133,7 +144,7 @@ def test_penalties_match_their_definition_at_every_position_of_a_run(ops: Ops) -
             repetition_penalty=1.3,
             logprobs=0,
         )
-        sampled = draw(ops, logits, [row_of(request, path[:cut])], processed_logprobs=True)[0]
+        sampled = one(draw(ops, logits, [row_of(request, path[:cut])], processed_logprobs=True))
         assert sampled.logprobs is not None
         got = sampled.logprobs[sampled.token_id].logprob
         want = torch.log_softmax(expected, -1)[sampled.token_id]
@@ -144,7 +155,7 @@ def test_penalties_match_their_definition_at_every_position_of_a_run(ops: Ops) -
 def test_raw_logprobs_stay_raw_when_rules_change_the_logits(ops: Ops) -> None:
     logits = make_logits()
     request = make_request(temperature=0.5, logit_bias={33: 100.0}, logprobs=5)
-    sampled = draw(ops, logits, [row_of(request)])[0]
+    sampled = one(draw(ops, logits, [row_of(request)]))
     raw = torch.log_softmax(logits[0], -1)
     assert sampled.token_id == 33
     assert sampled.logprobs is not None
@@ -160,7 +171,7 @@ def test_processed_logprobs_are_those_of_the_distribution_that_is_drawn(
 ) -> None:
     logits = make_logits(seed=4)
     request = make_request(temperature=temperature, top_k=4, logprobs=8)
-    sampled = draw(ops, logits, [row_of(request)], processed_logprobs=True)[0]
+    sampled = one(draw(ops, logits, [row_of(request)], processed_logprobs=True))
     assert sampled.logprobs is not None
     if temperature == 0.0:
         want = torch.log_softmax(logits[0], -1)
@@ -189,7 +200,7 @@ def test_processor_forms_and_that_it_sees_the_text_before_its_position(ops: Ops)
 
     request = make_request(output=(8,), temperature=0.0, logits_processors=[two, three])
     sampled = draw(ops, make_logits(), [row_of(request, (9,))])
-    assert sampled[0].token_id == 21
+    assert one(sampled).token_id == 21
     assert seen == [([8, 9],), (list(PROMPT), [8, 9])]
 
 
@@ -198,15 +209,66 @@ def test_processor_forms_and_that_it_sees_the_text_before_its_position(ops: Ops)
     [
         {"logits_processors": [lambda ids, logits: None]},
         {"logits_processors": [lambda ids, logits: logits * float("nan")]},
+        {"logits_processors": [lambda ids, logits: logits + float("inf")]},
         {"logits_processors": [lambda ids, logits: 1 / 0]},
         {"allowed_token_ids": [2], "min_tokens": 5},
     ],
 )
-def test_a_request_that_cannot_be_sampled_names_itself(ops: Ops, params: dict[str, Any]) -> None:
+def test_a_row_that_cannot_be_sampled_fails_alone(ops: Ops, params: dict[str, Any]) -> None:
     good, bad = make_request("good"), make_request("bad", **params)
-    with pytest.raises(RowError) as raised:
-        draw(ops, make_logits(2), [row_of(good), row_of(bad)])
-    assert raised.value.request_id == "bad"
+    logits = make_logits(2)
+    results = draw(ops, logits, [row_of(bad), row_of(good)])
+    assert isinstance(results[0], RowError)
+    assert results[1] == draw(ops, logits[1:], [row_of(good)])[0]
+
+
+def test_a_processor_is_called_once_for_a_position_whatever_its_neighbours_do(ops: Ops) -> None:
+    calls: list[list[int]] = []
+
+    def spy(ids: list[int], logits: Tensor) -> Tensor:
+        calls.append(ids)
+        return logits
+
+    bad = make_request("bad", logits_processors=[lambda ids, logits: 1 / 0])
+    good = make_request("good", logits_processors=[spy])
+    draw(ops, make_logits(2), [row_of(good), row_of(bad)])
+    assert calls == [[]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error_not_token_0(ops: Ops, temperature: float) -> None:
+    """Catches diverged weights that poison a rollout in silence."""
+    logits = make_logits(2)
+    logits[0] = float("nan")
+    rows = [row_of(make_request(f"r{i}", temperature=temperature)) for i in range(2)]
+    results = draw(ops, logits, rows)
+    assert isinstance(results[0], RowError)
+    assert isinstance(results[1], Sampled)
+
+
+def test_a_processors_own_parameters_stay_out_of_the_logits_buffer(ops: Ops) -> None:
+    weight = torch.nn.Parameter(torch.ones(VOCAB))
+    request = make_request(logits_processors=[lambda ids, logits: logits + weight])
+    sampler = Sampler(ops, vocab_size=VOCAB, max_rows=1)
+    sampler.admit(request)
+    logits = make_logits()
+    sampler.sample(logits, [row_of(request)])
+    assert not logits.requires_grad
+
+
+def test_a_module_with_three_arguments_gets_the_prompt(ops: Ops) -> None:
+    class Force(torch.nn.Module):
+        def forward(self, prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
+            return logits.index_fill(0, torch.tensor(prompt[:1]), 90.0)
+
+    request = make_request(temperature=0.0, logits_processors=[Force()])
+    assert one(draw(ops, make_logits(), [row_of(request)])).token_id == PROMPT[0]
+
+
+def test_more_logprobs_than_tokens_are_all_there_is(ops: Ops) -> None:
+    sampled = one(draw(ops, make_logits(), [row_of(make_request(logprobs=100))]))
+    assert sampled.logprobs is not None
+    assert len(sampled.logprobs) == VOCAB
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(ops: Ops) -> None:

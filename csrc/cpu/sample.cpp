@@ -151,7 +151,10 @@ void sample_row(const SampleArgs& a, int64_t r, int num_threads) {
     RowMemory m = row_memory(logits, a.vocab, a.top_k[r] > 0 || a.top_p[r] < 1.0f);
     a.logprobs[r] = 0.0f;
     if (temperature == 0.0f) {
-        a.token_ids[r] = greedy(m.row, num_threads);
+        const int32_t id = greedy(m.row, num_threads);
+        const bool finite = logits[id] > -kInf && logits[id] < kInf;
+        a.token_ids[r] = id;
+        if (!finite) a.logprobs[r] = __builtin_nanf("");
         return;
     }
     parallel_tasks(m.row.segments(), num_threads,

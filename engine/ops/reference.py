@@ -169,12 +169,17 @@ class ReferenceOps:
 
         Args: logits [L, V] fp32, -inf where forbidden; temperature, top_p, min_p [L] fp32; top_k, positions [L]
         int32; seeds [L] int64. Writes token_ids [L] int32 and logprobs [L] fp32, the log-probability of the token
-        under the kept, renormalised distribution (temperature 0: 0).
+        under the kept, renormalised distribution (temperature 0: 0). A row without a finite logit gives token 0
+        and logprob NaN.
         """
         for i in range(logits.shape[0]):
+            if not bool(torch.isfinite(logits[i]).any()):
+                token_ids[i], logprobs[i] = 0, float("nan")
+                continue
             if float(temperature[i]) == 0.0:
-                token_ids[i] = _first_argmax(logits[i])
-                logprobs[i] = 0.0
+                token = _first_argmax(logits[i].nan_to_num(NEG_INF, float("inf"), NEG_INF))
+                token_ids[i] = token
+                logprobs[i] = 0.0 if bool(torch.isfinite(logits[i, token])) else float("nan")
                 continue
             z = logits[i] / temperature[i]
             keep = kept_mask(z, int(top_k[i]), float(top_p[i]), float(min_p[i]))
