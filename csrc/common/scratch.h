@@ -14,6 +14,7 @@ enum class Scratch : int {
     linear_tile,
     attention,
     attention_split,
+    attention_plan,
     sample,
     sample_rows,
     kv_move,

@@ -1,11 +1,13 @@
 // attention: divides the work and gives it to threads.
 //
-// Owns: blocks of rows, and the choice between one task per (block, kv head) and, where those are
-// too few for the threads, one per segment of keys. Does not know the arithmetic (attention_math.h)
-// or masks (attention_block.h). Invariant: partial results of segments are merged in order in both
-// cases, so both give the same bits.
+// Owns: blocks of rows; which of them are computed as blocks of few queries (attention_few.cpp);
+// for the others the choice between one task per (block, kv head) and, where those are too few for
+// the threads, one per segment of keys. Does not know the arithmetic (attention_math.h) or masks
+// (attention_block.h). Invariant: partial results of segments are merged in order in both cases, so
+// both give the same bits.
 #include "common/scratch.h"
 #include "cpu/attention_block.h"
+#include "cpu/attention_blocks.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
@@ -13,8 +15,6 @@ namespace tlt::TLT_ISA {
 namespace {
 
 constexpr int64_t kBlockQueries = 96;  // of one kv head; what shares the conversion of a chunk
-
-int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 struct Sizes {
     int64_t value_cols, key_rows, rows_per_block, queries;  // queries: most in a block
@@ -73,31 +73,31 @@ struct Planned {
 struct Plan {
     Planned* blocks;
     int64_t num_blocks, num_segments;
+    RowBlocks few;  // blocks that are not among `blocks`
 };
 
 Planned plan_block(const AttentionArgs& a, const RowBlock& rows, int64_t before) {
-    int64_t begin = INT64_MAX, end = 0;
-    for (int64_t row = rows.row_begin; row < rows.row_end; row++) {
-        const Span span = row_span(a, row);
-        begin = lesser(begin, span.begin);
-        end = greater(end, span.end);
-    }
-    begin /= kSegment;
-    end = (end + kSegment - 1) / kSegment;
+    const Span all = block_span(a, rows);
+    const int64_t begin = all.begin / kSegment, end = (all.end + kSegment - 1) / kSegment;
     return {rows, begin, greater(begin, end), before};
 }
 
 Plan plan(const AttentionArgs& a, int64_t rows_per_block) {
     const BatchView& b = a.batch;
+    const int64_t group = a.num_q_heads / a.num_kv_heads;
     const int64_t most = b.num_rows / rows_per_block + b.num_seqs;
-    auto* blocks =
-        static_cast<Planned*>(scratch(Scratch::other, static_cast<size_t>(most) * sizeof(Planned)));
-    Plan plan{blocks, 0, 0};
+    auto* few = static_cast<RowBlock*>(
+        scratch(Scratch::other, static_cast<size_t>(most) * (sizeof(RowBlock) + sizeof(Planned))));
+    Plan plan{reinterpret_cast<Planned*>(few + most), 0, 0, {few, 0}};
     for (int64_t seq = 0; seq < b.num_seqs; seq++) {
         for (int64_t row = b.row_start[seq]; row < b.row_start[seq + 1]; row += rows_per_block) {
             const RowBlock rows{seq, row, lesser(row + rows_per_block, b.row_start[seq + 1])};
-            blocks[plan.num_blocks] = plan_block(a, rows, plan.num_segments);
-            plan.num_segments += blocks[plan.num_blocks++].segments();
+            if ((rows.row_end - rows.row_begin) * group <= kFewQueries) {
+                few[plan.few.count++] = rows;
+                continue;
+            }
+            plan.blocks[plan.num_blocks] = plan_block(a, rows, plan.num_segments);
+            plan.num_segments += plan.blocks[plan.num_blocks++].segments();
         }
     }
     return plan;
@@ -107,7 +107,7 @@ Plan plan(const AttentionArgs& a, int64_t rows_per_block) {
 template <class T>
 void run_blocks(const AttentionArgs& a, const Plan& plan, const Sizes& sizes, int num_threads) {
     const int64_t heads = a.num_kv_heads, tasks = plan.num_blocks * heads;
-    parallel_lanes(tasks, num_threads, [&](int64_t task) {
+    parallel_lanes(tasks, num_threads, [&](int64_t task, bool) {
         Workspace w = workspace(a, sizes);
         const auto planned = [&](int64_t t) {
             return plan.blocks[plan.num_blocks - 1 - t / heads];
@@ -166,6 +166,7 @@ template <class T>
 void attend(const AttentionArgs& a) {
     const Sizes sizes(a);
     const Plan p = plan(a, sizes.rows_per_block);
+    if (p.few.count > 0) attention_few(a, p.few);
     const int64_t tasks = p.num_blocks * a.num_kv_heads;
     if (tasks == 0) return;
     const int64_t keys = p.num_segments * kSegment / greater(p.num_blocks, 1);

@@ -10,30 +10,9 @@
 #include <cstdint>
 
 #include "cpu/attention_math.h"
+#include "cpu/attention_rows.h"
 
 namespace tlt::TLT_ISA {
-
-inline constexpr int64_t kSegment =
-    4 * kChunk;  // keys merged before they join the total; the unit of work
-
-// Rows [row_begin, row_end) of sequence `seq`.
-struct RowBlock {
-    int64_t seq, row_begin, row_end;
-};
-
-static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// Logical positions [begin, end) that a row sees; those from `tail` on are in its tail.
-struct Span {
-    int64_t begin, tail, end;
-};
-
-static inline Span row_span(const AttentionArgs& a, int64_t row) {
-    const int64_t tail = a.batch.ctx_len[row];
-    const int64_t end = tail + a.batch.tail_start[row + 1] - a.batch.tail_start[row];
-    return {a.window > 0 ? greater(0, end - a.window) : 0, tail, end};
-}
 
 // Work memory of one thread.
 struct Workspace {
@@ -131,33 +110,23 @@ class BlockAttention {
         return (row * a_.num_q_heads + head) * a_.head_dim;
     }
 
-    // A row reads this chunk through the page table alone, as others do, or has keys of its own in
-    // it.
-    static bool shares(const Span& s, int64_t start) {
-        return s.begin < start + kChunk && start < s.end &&
-               (s.tail == s.end || start + kChunk <= s.tail);
-    }
-    static bool owns(const Span& s, int64_t start) {
-        return s.begin < start + kChunk && start < s.end && !shares(s, start);
-    }
-
     void chunk(int64_t start, Partial into) {
         loaded_ = false;
         int64_t row = block_.row_begin;
         bool any_own = false;
         while (row < block_.row_end) {
             const Span span = row_span(a_, row);
-            any_own = any_own || owns(span, start);
+            any_own = any_own || span.owns(start);
             int64_t run_end = row + 1;
-            if (shares(span, start)) {
+            if (span.shares(start)) {
                 load(start);
-                while (run_end < block_.row_end && shares(row_span(a_, run_end), start)) run_end++;
+                while (run_end < block_.row_end && row_span(a_, run_end).shares(start)) run_end++;
                 run(row, run_end, start, into);
             }
             row = run_end;
         }
         for (row = block_.row_begin; any_own && row < block_.row_end; row++) {
-            if (owns(row_span(a_, row), start)) own_row(row, start, into);
+            if (row_span(a_, row).owns(start)) own_row(row, start, into);
         }
     }
 

@@ -8,14 +8,11 @@
 
 #include <cstdint>
 
-#include "cpu/kernels.h"
+#include "cpu/attention_rows.h"
 #include "cpu/lanes.h"
 #include "cpu/transpose.h"
 
 namespace tlt::TLT_ISA {
-
-inline constexpr int64_t kChunk = 64;  // keys; chunk c holds logical positions [64 c, 64 c + 64)
-inline constexpr int64_t kChunkPages = kChunk / kPageTokens;
 
 struct Chunk {
     float* keys;      // [round up D to 32][kChunk]

@@ -168,7 +168,7 @@ void linear_of(const LinearArgs& args) {
     }
     const Units units = units_of(w, q.groups, threads);
     parallel_lanes(units.num_blocks * units.num_chunks, threads,
-                   [&](int64_t i) { run_unit<Kind>(q, units, i); });
+                   [&](int64_t i, bool) { run_unit<Kind>(q, units, i); });
 }
 
 }  // namespace

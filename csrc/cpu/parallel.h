@@ -42,8 +42,9 @@ static inline void parallel_ranges(int64_t count, int64_t cost, int num_threads,
                    [&](int64_t i) { f(count * i / ranges, count * (i + 1) / ranges); });
 }
 
-// f(i) for each i in [0, count), where neighbouring i share data: each thread walks a contiguous
-// range of its own, and when that is done takes from the others what they have not begun.
+// f(i, fresh) for each i in [0, count), where neighbouring i share data: each thread walks a
+// contiguous range of its own, and when that is done takes from the others what they have not
+// begun. fresh: this thread has not just done i - 1.
 template <class F>
 static inline void parallel_lanes(int64_t count, int num_threads, F f) {
     struct alignas(64) Lane {
@@ -53,18 +54,20 @@ static inline void parallel_lanes(int64_t count, int num_threads, F f) {
     const int64_t wanted = num_threads < max_lanes ? num_threads : max_lanes;
     const int64_t lanes = wanted < count ? wanted : count;
     if (lanes <= 1) {
-        for (int64_t i = 0; i < count; i++) f(i);
+        for (int64_t i = 0; i < count; i++) f(i, i == 0);
         return;
     }
     Lane lane[max_lanes];
     for (int64_t t = 0; t < lanes; t++) lane[t] = {count * t / lanes, count * (t + 1) / lanes};
     parallel_tasks(lanes, num_threads, [&](int64_t own) {
+        int64_t last = -1;
         for (int64_t t = 0; t < lanes; t++) {
             Lane& from = lane[(own + t) % lanes];
             for (;;) {
                 const int64_t i = __atomic_fetch_add(&from.next, 1, __ATOMIC_RELAXED);
                 if (i >= from.end) break;
-                f(i);
+                f(i, last < 0 || i != last + 1);
+                last = i;
             }
         }
     });

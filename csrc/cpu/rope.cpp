@@ -51,12 +51,27 @@ void store_row(const RopeStoreArgs& a, T* k_cache, T* v_cache, int64_t row) {
     for_lanes(kv_width, [&](int64_t i, auto n) { store_n(to + i, load_n(v + i, n), n); });
 }
 
+// Asks for the lines of the cache that a row will be stored to: they lie anywhere, and a store that
+// misses holds up those behind it.
+void foresee_row(const RopeStoreArgs& a, int64_t row) {
+    asm volatile("");  // or gcc 12 takes this for a function without effects and drops its calls
+    const int64_t bytes = a.num_kv_heads * a.head_dim * (a.cache_dtype == Dtype::bf16 ? 2 : 4);
+    const int64_t at = a.batch.slots[row] * bytes;
+    for (int64_t byte = 0; byte < bytes; byte += 64) {
+        __builtin_prefetch(static_cast<char*>(a.k_cache) + at + byte, 1);
+        __builtin_prefetch(static_cast<char*>(a.v_cache) + at + byte, 1);
+    }
+}
+
 }  // namespace
 
 void rope_store(const RopeStoreArgs& a) {
-    const int64_t cost = (a.num_q_heads + 2 * a.num_kv_heads) * a.head_dim;
+    constexpr int64_t ahead = 8;  // rows
+    const int64_t cost = 4 * (a.num_q_heads + 2 * a.num_kv_heads) * a.head_dim;
     parallel_ranges(a.batch.num_rows, cost, a.num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end && r < begin + ahead; r++) foresee_row(a, r);
         for (int64_t r = begin; r < end; r++) {
+            if (r + ahead < end) foresee_row(a, r + ahead);
             if (a.cache_dtype == Dtype::bf16) {
                 auto *k = static_cast<uint16_t*>(a.k_cache), *v = static_cast<uint16_t*>(a.v_cache);
                 store_row(a, k, v, r);

@@ -1,9 +1,9 @@
-// Rearranging whole vectors: the 16 x 16 transpose of attention's keys and the interleaving of
-// Philox words.
+// Rearranging whole vectors: the 16 x 16 transpose of attention's keys, the interleaving of its
+// values and of Philox words.
 //
-// Owns: the shuffles, one implementation per instruction set. Does not know what moves. Invariant:
-// bits are moved, never computed, so the implementations agree by construction (tests compare the
-// kernels that use them).
+// Owns: the shuffles, one implementation per instruction set. Does not know what moves. transpose16
+// is always inlined: called, its rows would travel through memory. Invariant: bits are moved, never
+// computed, so the implementations agree by construction (tests compare the kernels that use them).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace tlt::TLT_ISA {
 #if defined(TLT_ISA_AVX512)
 
 // rows[i] lane j becomes rows[j] lane i
-static inline void transpose16(I16 rows[16]) {
+[[gnu::always_inline]] static inline void transpose16(I16 rows[16]) {
     __m512i t[16], u[16];
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(rows[i].v, rows[i + 1].v);
@@ -56,9 +56,17 @@ static inline void interleave4(I16 w[4]) {
     w[3].v = _mm512_shuffle_i32x4(u1, u3, 0xdd);
 }
 
+// w[j] lane i becomes element 2 i + j of the 32 elements w[0], w[1]
+static inline void interleave2(V16 w[2]) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512 first = _mm512_permutex2var_ps(w[0].v, low, w[1].v);
+    w[1].v = _mm512_permutex2var_ps(w[0].v, _mm512_add_epi32(low, _mm512_set1_epi32(8)), w[1].v);
+    w[0].v = first;
+}
+
 #elif defined(TLT_ISA_AVX2)
 
-static inline void transpose8(const __m256i in[8], __m256i out[8]) {
+[[gnu::always_inline]] static inline void transpose8(const __m256i in[8], __m256i out[8]) {
     __m256i t[8], u[8];
     for (int i = 0; i < 8; i += 2) {
         t[i] = _mm256_unpacklo_epi32(in[i], in[i + 1]);
@@ -77,7 +85,7 @@ static inline void transpose8(const __m256i in[8], __m256i out[8]) {
 }
 
 // rows[i] lane j becomes rows[j] lane i
-static inline void transpose16(I16 rows[16]) {
+[[gnu::always_inline]] static inline void transpose16(I16 rows[16]) {
     __m256i in[4][8], out[4][8];
     for (int i = 0; i < 8; i++) {
         in[0][i] = rows[i].lo, in[1][i] = rows[i].hi;
@@ -111,10 +119,22 @@ static inline void interleave4(I16 w[4]) {
     for (int i = 0; i < 4; i++) w[i] = out[i];
 }
 
+static inline V16 interleave2_half(__m256 a, __m256 b) {
+    const __m256 low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+    return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+
+// w[j] lane i becomes element 2 i + j of the 32 elements w[0], w[1]
+static inline void interleave2(V16 w[2]) {
+    const V16 first = interleave2_half(w[0].lo, w[1].lo);
+    w[1] = interleave2_half(w[0].hi, w[1].hi);
+    w[0] = first;
+}
+
 #else
 
 // rows[i] lane j becomes rows[j] lane i
-static inline void transpose16(I16 rows[16]) {
+[[gnu::always_inline]] static inline void transpose16(I16 rows[16]) {
     for (int i = 0; i < 16; i++) {
         for (int j = 0; j < i; j++) {
             const uint32_t kept = rows[i].v[j];
@@ -129,6 +149,13 @@ static inline void interleave4(I16 w[4]) {
     I16 out[4];
     for (int i = 0; i < 64; i++) out[i / 16].v[i % 16] = w[i % 4].v[i / 4];
     for (int i = 0; i < 4; i++) w[i] = out[i];
+}
+
+// w[j] lane i becomes element 2 i + j of the 32 elements w[0], w[1]
+static inline void interleave2(V16 w[2]) {
+    V16 out[2];
+    for (int i = 0; i < 32; i++) out[i / 16].v[i % 16] = w[i % 2].v[i / 2];
+    for (int i = 0; i < 2; i++) w[i] = out[i];
 }
 
 #endif

@@ -3,8 +3,8 @@
 Owns the import of the native module and the reason when it cannot be imported. Knows nothing of other backends.
 Invariant: what this returns runs the instruction set that was asked for, or a ValueError says why it cannot. The
 methods of ``CpuOps`` check every argument and raise ValueError naming the op, the argument, what was expected and
-what came; a call costs well under a microsecond on top of its kernel. All calls must come from one thread: each
-opens OpenMP regions of ``num_threads`` threads, and two masters on the same cores would wait for each other.
+what came; a call costs well under a microsecond on top of its kernel. Calls may come from any thread; while one of
+them has the worker threads, another does its work alone.
 """
 
 from __future__ import annotations

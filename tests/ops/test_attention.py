@@ -141,6 +141,41 @@ def test_a_tree_computes_what_decoding_would(length: int, window: int) -> None:
         assert same_bits(alone, verified[row : row + 1])
 
 
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_few_queries_compute_what_many_do(shape: Shape, window: int) -> None:
+    """Up to 8 queries of a kv head meet the cache's own rows (attention_few.h), more meet a converted chunk: the same
+    bits for the row inside a prefill, alone, beside one other row, and in a batch of decoding rows."""
+    group = shape.num_q_heads // shape.num_kv_heads
+    ends = [1, 16, 17, 63, 64, 65, 110, 128, 200, 256, 257, 300, 330]
+    world = World(shape, [prefill(0, ends[-1])])
+    many = attend(cpu_ops("auto", 1), world, *world.everything(), window)
+    for backend in [(isa, threads) for isa in usable_isas()[1:] for threads in (1, 2, 3)]:
+        ops = cpu_ops(*backend)
+        for end in ends:
+            for start in {end - 1, max(0, end - max(1, 8 // group))}:
+                few = attend(ops, world, *world.batch([(0, slice(start, end))]), window)
+                assert same_bits(few, many[start:end]), (backend, start, end)
+        decoding = attend(ops, world, *world.batch([(0, slice(e - 1, e)) for e in ends]), window)
+        assert same_bits(decoding, many[[e - 1 for e in ends]]), backend
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("length", [0, 40, 63, 120, 250])
+@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[-2:], ids=str)
+def test_few_queries_with_tails_compute_what_many_do(
+    shape: Shape, length: int, window: int
+) -> None:
+    """As above for nodes of a tree: a tail is read where it lies, and chunks are shared or not."""
+    world = World(shape, [tree(length, [*range(-1, 30), *range(3, 12)])])
+    many = attend(cpu_ops("auto", 1), world, *world.everything(), window)
+    for backend in [(isa, threads) for isa in usable_isas()[1:] for threads in (1, 2)]:
+        for start, end in [(0, 1), (1, 3), (13, 14), (30, 32), (37, 38)]:
+            rows = world.batch([(0, slice(start, end))])
+            few = attend(cpu_ops(*backend), world, *rows, window)
+            assert same_bits(few, many[start:end]), (backend, start, end)
+
+
 @pytest.mark.parametrize("rows", [[(0, 300, 1)], [(0, 900, 3)], [(0, 600, 34)], [(0, 260, 1)] * 3])
 def test_cutting_the_keys_over_threads_changes_no_bit(rows: list[tuple[int, int, int]]) -> None:
     """One long sequence on many threads is cut into segments of keys; on one thread it is not."""
