@@ -49,7 +49,7 @@ def build_engine(
 
 def _build(checkpoint: Checkpoint, config: ResolvedConfig) -> Engine:
     ops = resolve_ops(config.ops, device=config.device, num_threads=config.num_threads)
-    max_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
+    max_rows = config.max_num_batched_tokens
     decoder = Decoder(
         config.model,
         checkpoint.weights,

@@ -65,10 +65,10 @@ class LLM:
             seed=seed,
             max_model_len=max_model_len,
             kv_cache_bytes=kv_cache_bytes,
+            max_num_seqs=max_num_seqs,
             enable_prefix_caching=enable_prefix_caching,
             num_threads=num_threads,
             speculative_config=speculative_config,
-            **({} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}),
             **kwargs,
         )
         self._turn = threading.Lock()

@@ -6,10 +6,12 @@ Invariant: a row is described by its own request's tokens and pages only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,9 +60,9 @@ class ModelRunner:
     ) -> None:
         self.decoder = decoder
         config = decoder.config
-        self.kv_cache = torch.empty(
+        self.kv_cache = _empty_in_huge_pages(
             (config.num_layers, 2, num_pages, PAGE, config.num_kv_heads, config.head_dim),
-            dtype=decoder.kv_dtype,
+            decoder.kv_dtype,
         )
         decoder.attach_kv_cache(self.kv_cache)
         max_pages = (max_model_len + PAGE - 1) // PAGE + 1
@@ -127,3 +129,9 @@ class ModelRunner:
                 logit_rows=tensors.logit_rows[:num_logits],
             )
         return batch
+
+
+def _empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory, resident only where it is touched; numpy asks the kernel for huge pages, torch does not."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

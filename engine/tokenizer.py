@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders
+
+from engine.chat_template import compile_template, default_template, plain_messages
 
 _SPECIAL_KEYS = (
     "bos_token",
@@ -29,6 +28,7 @@ _SPECIAL_KEYS = (
     "cls_token",
     "mask_token",
 )
+_MAX_HELD = 8  # tokens that a WindowDetokenizer holds back; a character has 4 bytes at most
 
 
 class Tokenizer:
@@ -45,13 +45,15 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._special_tokens = {
-            key: token for key in _SPECIAL_KEYS if (token := _content(config.get(key))) is not None
+            key: token
+            for key in _SPECIAL_KEYS
+            if (token := _content(key, config.get(key))) is not None
         }
         _add_special_tokens(backend, config, self._special_tokens.values())
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         self.pad_token_id = self._id_of("pad_token")
-        self.chat_template: str | None = _default_template(config.get("chat_template"))
+        self.chat_template: str | None = default_template(config.get("chat_template"))
         self._compiled: jinja2.Template | None = None
         self.special_token_ids = frozenset(
             token_id
@@ -71,7 +73,7 @@ class Tokenizer:
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise ValueError(f"{path} does not exist; the directory needs a fast tokenizer's file")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -79,15 +81,22 @@ class Tokenizer:
             raise ValueError(f"{path} is damaged or of an unknown format: {error}") from error
         config_path = directory / "tokenizer_config.json"
         config: dict[str, Any] = {}
-        if config_path.is_file():
+        if config_path.exists() or config_path.is_symlink():
             try:
-                config = json.loads(config_path.read_text(encoding="utf-8"))
-            except ValueError as error:
+                config = json.loads(_read_text(config_path))
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(f"{config_path} is not valid JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(
+                f"{config_path} holds a {type(config).__name__}, expected a JSON object"
+            )
         template_path = directory / "chat_template.jinja"
-        if template_path.is_file():
-            config["chat_template"] = template_path.read_text(encoding="utf-8")
-        return cls(backend, config)
+        if template_path.exists() or template_path.is_symlink():
+            config["chat_template"] = _read_text(template_path)
+        try:
+            return cls(backend, config)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"{config_path}: {error}") from error
 
     def _id_of(self, key: str) -> int | None:
         token = self._special_tokens.get(key)
@@ -105,8 +114,15 @@ class Tokenizer:
             raise ValueError(f"text must be a str without lone surrogates, got {text!r}") from error
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: an id is no integer from 0 to 2**32 - 1.
+        """
+        try:
+            return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"token_ids must be a list of token ids: {error}") from error
 
     def render_chat(
         self,
@@ -119,35 +135,35 @@ class Tokenizer:
         """The text that the model's chat template makes of a conversation.
 
         Args:
-            messages: mappings with ``role`` and ``content``.
+            messages: mappings with ``role`` and ``content``, which is text or parts {"type": "text", "text": ...}.
             add_generation_prompt: end with the opening of the assistant's turn.
             tools: refused; there is no parser of tool calls here.
             template_arguments: what else the template reads, such as ``enable_thinking``.
 
         Raises:
-            ValueError: there is no template, or it refuses the messages.
+            ValueError: a message is malformed, there is no template, or it refuses the messages.
         """
         if tools:
             raise ValueError("tools are not supported; leave the argument out")
         if self.chat_template is None:
             raise ValueError("the model has no chat template; use generate with a text prompt")
-        for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message:
-                raise ValueError(f"a message is a dict with 'role' and 'content', got {message!r}")
+        plain = plain_messages(messages)
         special = {
             key: token for key, token in self._special_tokens.items() if key in _SPECIAL_KEYS
         }
         try:
             if self._compiled is None:
-                self._compiled = _compile(self.chat_template)
+                self._compiled = compile_template(self.chat_template)
             return self._compiled.render(
-                messages=messages,
+                messages=plain,
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **{**special, **template_arguments},
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except (
+            Exception
+        ) as error:  # a template is code that came with a download: it raises anything
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
     def chat(
@@ -207,23 +223,31 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Incremental decoding for any other decoder: decodes a short window and emits what has grown.
 
-    Holds back text that ends with U+FFFD, as half a character does. Equal to ``Tokenizer.decode`` of all ids unless
-    bytes already shown turn out to belong to a run that is no UTF-8.
+    Holds back text that ends with U+FFFD, as half a character does, for ``_MAX_HELD`` tokens at most, so that a push
+    costs the same however long the text is. Equal to ``Tokenizer.decode`` of all ids unless bytes already shown turn
+    out to belong to a run that is no UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._decode = tokenizer.backend.decode
+        self._token = tokenizer.backend.id_to_token
         self._skip = skip_special_tokens
-        self._window: list[
-            int
-        ] = []  # ids that are shown, kept as left context, then those that are not
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._window: list[int] = []  # ids that are shown, as left context, then those held back
         self._num_shown = 0
 
     def push(self, token_id: int) -> str:
         """Text that is complete now and was not before."""
+        if token_id in self._skipped or self._token(token_id) is None:
+            return ""
         self._window.append(token_id)
         piece = self._new_text()
-        if not piece or piece.endswith("\ufffd"):
+        is_full = len(self._window) - self._num_shown > _MAX_HELD
+        if not piece:
+            if is_full:  # tokens without text; those held first stay, as the start of a text
+                self._window.pop()
+            return ""
+        if piece.endswith("\ufffd") and not is_full:
             return ""
         self._window = self._window[self._num_shown :]
         self._num_shown = len(self._window)
@@ -244,25 +268,55 @@ class WindowDetokenizer:
 IncrementalDetokenizer = ByteDetokenizer | WindowDetokenizer
 
 
-def _content(token: object) -> str | None:
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+
+
+def _content(key: str, token: object) -> str | None:
     """A special token is written as its text or as a record of an added token."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+    text: Any = token.get("content") if isinstance(token, Mapping) else token
+    if token is not None and not isinstance(text, str):
+        raise ValueError(f"{key} must be null, text or an object with content, got {token!r}")
+    return text
+
+
+def _added_tokens(config: Mapping[str, Any]) -> list[tuple[int, AddedToken]]:
+    """``added_tokens_decoder``, checked, in the order of ids."""
+    records = config.get("added_tokens_decoder")
+    if records is not None and not isinstance(records, Mapping):
+        raise ValueError(f"added_tokens_decoder must be an object id -> token, got {records!r}")
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    found = []
+    for key, record in (records or {}).items():
+        name = f"added_tokens_decoder[{key!r}]"
+        if not (isinstance(key, (str, int)) and str(key).isascii() and str(key).isdecimal()):
+            raise ValueError(f"{name}: the key must be a token id, an integer from 0")
+        if not isinstance(record, Mapping) or not isinstance(record.get("content"), str):
+            raise ValueError(f"{name} must be an object with content, got {record!r}")
+        given = {flag: record[flag] for flag in flags if flag in record}
+        if wrong := [flag for flag, value in given.items() if not isinstance(value, bool)]:
+            raise ValueError(f"{name}: {', '.join(wrong)} must be true or false, got {record!r}")
+        found.append((int(key), AddedToken(record["content"], **given)))
+    return sorted(found, key=lambda item: item[0])
 
 
 def _add_special_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Iterable[str]
 ) -> None:
     """Make special what the config calls so and what it adds; ids stay as they are."""
-    added = config.get("added_tokens_decoder") or {}
-    for _, record in sorted(added.items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(record["content"]) is None:
-            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            token = AddedToken(
-                record["content"], **{flag: record[flag] for flag in flags if flag in record}
-            )
+    for token_id, token in _added_tokens(config):
+        if backend.token_to_id(token.content) is None:
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+            if backend.token_to_id(token.content) != token_id:
+                raise ValueError(
+                    f"added_tokens_decoder gives {token.content!r} the id {token_id}, but the next free id of "
+                    f"tokenizer.json is {backend.token_to_id(token.content)}"
+                )
     known = backend.get_added_tokens_decoder().values()
     special = {token.content for token in known if token.special}
     missing = [
@@ -274,45 +328,6 @@ def _add_special_tokens(
         backend.add_special_tokens(
             [AddedToken(token, special=True, normalized=False) for token in missing]
         )
-
-
-def _default_template(template: object) -> str | None:
-    """The template, or the one named "default" where there are several."""
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template if isinstance(template, str) else None
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's text for trainers; here its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's protocol)
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(template: str) -> jinja2.Template:
-    """In a sandbox: a template is code that came with a download."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    strftime_now: Callable[[str], str] = lambda form: datetime.now().strftime(form)  # noqa: E731
-    environment.globals["strftime_now"] = strftime_now
-    return environment.from_string(template)
 
 
 def _byte_of_char() -> dict[str, int]:

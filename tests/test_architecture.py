@@ -36,6 +36,7 @@ LAYERS: dict[str, int] = {
     "engine.ops": 2,
     "engine.ops.*": 2,
     "engine.tokenizer": 2,
+    "engine.chat_template": 2,
     "engine.prompts": 2,
     "engine.output_text": 2,
     "engine.request_group": 3,

@@ -194,6 +194,49 @@ def test_chat_refuses_in_words() -> None:
         Tokenizer(train_backend(), {"chat_template": "{% if %}"}).chat(CHATS[0])
 
 
+def test_contents_in_parts_are_joined() -> None:
+    tokenizer = Tokenizer(train_backend(), {"chat_template": TEMPLATE})
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
+    messages = [{"role": "user", "content": parts}]
+    assert tokenizer.render_chat(messages) == tokenizer.render_chat(CHATS[0])
+    assert messages[0]["content"] is parts, "the caller's messages stay as they are"
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages must be a list of at least one"),
+        (None, "messages must be a list of at least one"),
+        ("hello", "messages must be a list of at least one"),
+        ({"role": "user", "content": "x"}, "messages must be a list of at least one"),
+        ([{"role": "user"}], r"messages\[0\]\['content'\] must be text or a list .* got None"),
+        ([*CHATS[0], {"role": "user", "content": None}], r"messages\[1\]\['content'\] must be"),
+        ([{"role": "user", "content": 5}], r"\['content'\] must be text or a list .* got 5"),
+        ([{"role": "user", "content": []}], r"\['content'\] must be text or a list"),
+        ([{"role": "user", "content": ["x"]}], r"\['content'\]\[0\] must be .* got 'x'"),
+        ([{"role": "user", "content": [IMAGE]}], "the only kind of part that is supported.*image_url"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"\['content'\]\[0\] must be"),
+        ([{"role": 5, "content": "x"}], r"messages\[0\]: a message is a dict with 'role'"),
+    ],
+)  # fmt: skip
+def test_messages_that_are_none_are_refused(messages: Any, message: str) -> None:
+    """A template renders None as the text "None" and a list as its repr: silence would be wrong text."""
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(train_backend(), {"chat_template": TEMPLATE}).render_chat(messages)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 // 0 }}", "{{ messages[0].content + 1 }}", "{{ [] | first + {}.x.y }}", "{{ 'x'.encode('no such code') }}"],
+)  # fmt: skip
+def test_whatever_a_template_raises_is_a_value_error(template: str) -> None:
+    with pytest.raises(ValueError, match="the chat template refuses the messages"):
+        Tokenizer(train_backend(), {"chat_template": template}).render_chat(CHATS[0])
+
+
 def test_text_that_is_none_is_refused() -> None:
     for text in ("half a pair: \ud83d", None, b"bytes"):
         with pytest.raises(ValueError, match="text must be a str without lone surrogates"):
@@ -207,22 +250,80 @@ def test_templates_run_in_a_sandbox() -> None:
         Tokenizer(train_backend(), {"chat_template": attack}).render_chat(CHATS[0])
 
 
+def added(records: object) -> str:
+    return json.dumps({"added_tokens_decoder": records})
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("tokenizer.json", "{", r"tokenizer\.json is damaged"),
         ("tokenizer.json", None, r"tokenizer\.json does not exist"),
         ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
+        ("tokenizer_config.json", "[" * 100_000, r"tokenizer_config\.json is not valid JSON"),
+        ("tokenizer_config.json", "[1]", r"tokenizer_config\.json holds a list, expected"),
+        ("tokenizer_config.json", b"\xff", r"tokenizer_config\.json is not UTF-8"),
+        ("chat_template.jinja", b"\xff", r"chat_template\.jinja is not UTF-8"),
+        (
+            "tokenizer_config.json",
+            '{"bos_token": 5}',
+            r"config\.json: bos_token must be null, text",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": {}}',
+            r"config\.json: eos_token must be null, text",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{}]}',
+            r"config\.json: chat_template must be",
+        ),
+        ("tokenizer_config.json", '{"chat_template": 5}', r"config\.json: chat_template must be"),
+        ("tokenizer_config.json", '{"chat_template": ["x"]}', r"config\.json: chat_template must"),
+        ("tokenizer_config.json", added([]), r"config\.json: added_tokens_decoder must be an obj"),
+        ("tokenizer_config.json", added({"x": {"content": "<y>"}}), "the key must be a token id"),
+        ("tokenizer_config.json", added({"-1": {"content": "<y>"}}), "the key must be a token id"),
+        ("tokenizer_config.json", added({"385": {}}), r"decoder\['385'\] must be an object with"),
+        ("tokenizer_config.json", added({"385": "<y>"}), "must be an object with content"),
+        (
+            "tokenizer_config.json",
+            added({"385": {"content": "<y>", "special": "yes"}}),
+            r"config\.json: added_tokens_decoder\['385'\]: special must be true or false",
+        ),
+        (
+            "tokenizer_config.json",
+            added({"1000000": {"content": "<y>"}}),
+            "gives '<y>' the id 1000000, but the next free id of tokenizer.json is 385",
+        ),
     ],
 )
-def test_damaged_files_are_named(name: str, text: str | None, message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_named(
+    name: str, text: str | bytes | None, message: str, tmp_path: Path
+) -> None:
     train_backend().save(str(tmp_path / "tokenizer.json"))
     path = tmp_path / name
     path.unlink(missing_ok=True)
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_files_that_are_directories_are_named(tmp_path: Path) -> None:
+    train_backend().save(str(tmp_path / "tokenizer.json"))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(ValueError, match=rf"{name} cannot be read"):
+            Tokenizer.from_directory(tmp_path)
+        (tmp_path / name).rmdir()
+
+
+def test_ids_that_are_none_are_refused() -> None:
+    tokenizer = Tokenizer(train_backend(), {})
+    for token_ids in ([-1], [2**32], ["x"], 5, [None], [1.5]):
+        with pytest.raises(ValueError, match="token_ids must be a list of token ids"):
+            tokenizer.decode(token_ids)  # type: ignore[arg-type]
 
 
 def pieces_of(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
@@ -257,7 +358,7 @@ def test_no_piece_holds_half_a_character() -> None:
     assert pieces_of(tokenizer, emoji[:-1], skip=False)[-1] == "\ufffd"
 
 
-def test_growing_text_of_a_sentencepiece_model() -> None:
+def sentencepiece_backend() -> tuple[Backend, dict[str, int]]:
     """Llama 2's decoder: spaces as ▁, bytes of unknown characters as <0xE2>, the first space cut."""
     pieces = ["<unk>", "▁", "▁Hello", "▁wor", "ld", "!", *(f"<0x{i:02X}>" for i in range(256))]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -270,6 +371,35 @@ def test_growing_text_of_a_sentencepiece_model() -> None:
             decoders.Strip(" ", 1, 0),
         ]
     )
+    return backend, vocab
+
+
+@pytest.mark.parametrize("kind", ["special", "unknown id", "bad bytes"])
+def test_a_long_run_without_text_keeps_the_window_short(kind: str) -> None:
+    """A window that grows with every token makes a run of n tokens cost n * n."""
+    backend, vocab = sentencepiece_backend()
+    backend.add_special_tokens([AddedToken("<pad>", special=True, normalized=False)])
+    tokenizer = Tokenizer(backend, {})
+    run = {
+        "special": backend.token_to_id("<pad>"),
+        "unknown id": 9999,
+        "bad bytes": vocab["<0xFF>"],
+    }
+    ids = [2, 3, 4, *[run[kind]] * 2000, 3, 4, 5]
+    detokenizer = tokenizer.detokenizer()
+    assert isinstance(detokenizer, WindowDetokenizer)
+    found, longest = "", 0
+    for token_id in ids:
+        found += detokenizer.push(token_id)
+        longest = max(longest, len(detokenizer._window))
+    assert found + detokenizer.finish() == tokenizer.decode(ids)
+    assert found.startswith("Hello world")
+    assert found.endswith(" world!")
+    assert longest <= 20
+
+
+def test_growing_text_of_a_sentencepiece_model() -> None:
+    backend, vocab = sentencepiece_backend()
     tokenizer = Tokenizer(backend, {})
     assert isinstance(tokenizer.detokenizer(), WindowDetokenizer)
     ids = [2, 3, 4, 5, 1]

@@ -58,17 +58,20 @@ def _family(metadata: Mapping[str, Any]) -> str:
 def gguf_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """Vocabulary, merges, splitting and added tokens."""
     family = _family(metadata)
-    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
-        if key not in metadata:
-            raise ValueError(f"metadata lack {key}")
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    tokens, merge_lines = _strings(metadata, "tokens"), _strings(metadata, "merges")
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise ValueError(
+            f"tokenizer.ggml.token_type must be a list of {len(tokens)} integers, one for each token"
+        )
     kinds = list(zip(tokens, types, strict=True))
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [(left, right) for left, _, right in (line.partition(" ") for line in merge_lines)]
     vocab = {token: i for i, (token, kind) in enumerate(kinds) if kind != _UNUSED}
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, ignore_merges=family == "llama3")
-    )
+    try:
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=family == "llama3")
+    except Exception as error:  # the binding raises bare Exception for a merge of unknown tokens
+        raise ValueError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from error
+    backend = tokenizers.Tokenizer(model)
     if family == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(family)
@@ -87,6 +90,26 @@ def gguf_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     return backend
 
 
+def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if values is None:
+        raise ValueError(f"metadata lack tokenizer.ggml.{name}")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"tokenizer.ggml.{name} must be a list of strings")
+    return values
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
+    """An id such as that of bos, None where the file names none."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < num_tokens:
+        raise ValueError(f"{key} must be an integer from 0 to {num_tokens - 1}, got {value!r}")
+    return value
+
+
 def _add_ends(
     backend: tokenizers.Tokenizer,
     metadata: Mapping[str, Any],
@@ -99,7 +122,10 @@ def _add_ends(
         "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_by_default),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
-    ids = {end: metadata.get(f"tokenizer.ggml.{end}_token_id") for end in add}
+    for end, value in add.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"tokenizer.ggml.add_{end}_token must be a bool, got {value!r}")
+    ids = {end: _token_id(metadata, end, len(tokens)) for end in add}
     used = {end: tokens[i] for end, i in ids.items() if add[end] and i is not None}
     if used:
         before, after = used.get("bos"), used.get("eos")
@@ -126,13 +152,13 @@ def _pre_tokenizer(family: str) -> pre_tokenizers.PreTokenizer:
 
 def gguf_tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The contents of a ``tokenizer_config.json``."""
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    tokens = _strings(metadata, "tokens")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
     for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        token_id = _token_id(metadata, name, len(tokens))
         if token_id is not None:
             config[f"{key}_token"] = tokens[token_id]
     if template := metadata.get("tokenizer.chat_template"):

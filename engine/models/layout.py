@@ -43,7 +43,20 @@ class TensorSource:
     """Tensors that are in memory, such as a ``state_dict``."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        self._tensors = dict(tensors)
+        try:
+            self._tensors = dict(tensors)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"weights must be a dict name -> tensor or pairs of these, got {type(tensors).__name__} ({error})"
+            ) from error
+        for name, tensor in self._tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                raise ValueError(
+                    f"weights must map names to tensors, got {name!r}: {type(tensor).__name__}"
+                )
+            if not tensor.is_floating_point() or tensor.is_meta:
+                kind = "has no data (meta device)" if tensor.is_meta else f"is of {tensor.dtype}"
+                raise ValueError(f"weights: tensor {name} {kind}; give floating point values")
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -97,19 +110,25 @@ def check(config: ModelConfig, source: WeightSource) -> None:
     Raises:
         ValueError: tensors that are missing, unexpected or of another shape, by name and file.
     """
-    expected, found = expected_shapes(config), source.shapes()
+    found = source.shapes()
     somewhere = source.origin(next(iter(found), ""))
+    if config.num_layers > len(found):  # before names are made: a damaged count may be any number
+        raise ValueError(
+            f"{somewhere}: the config says {config.num_layers} layers, but there are {len(found)} tensors in all; "
+            f"the checkpoint is incomplete, or the config describes another model"
+        )
+    expected = expected_shapes(config)
     missing = [name for name in expected if name not in found]
     if missing:
         raise ValueError(
             f"{somewhere}: {len(missing)} tensors are missing: {_some(missing)}; the checkpoint is incomplete, or "
-            f"config.json describes another model"
+            f"the config describes another model"
         )
     for name, shape in expected.items():
         if tuple(found[name]) != shape:
             raise ValueError(
                 f"{source.origin(name)}: tensor {name} has shape {list(found[name])}, "
-                f"config.json says {list(shape)}"
+                f"the config says {list(shape)}"
             )
     extra = [name for name in found if name not in expected and not _DERIVED.search(name)]
     if config.tied_head:
@@ -117,7 +136,7 @@ def check(config: ModelConfig, source: WeightSource) -> None:
     if extra:
         raise ValueError(
             f"{source.origin(extra[0])}: {len(extra)} unexpected tensors: {_some(extra)}; "
-            f"config.json describes another model"
+            f"the config describes another model"
         )
 
 

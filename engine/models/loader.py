@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.model_config import token_ids
 from engine.models.layout import EMBEDDING, HEAD, WeightSource, check
 from engine.tokenizer import Tokenizer
 
@@ -27,6 +30,17 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FETCH = "fetch the model again"
+_DAMAGE = (  # what code that trusts its input raises on input that is not to be trusted
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,7 @@ class Checkpoint:
     tokenizer: Tokenizer | None
 
 
-def open_checkpoint(model: str | Path) -> Checkpoint:
+def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Open "smollm2", an HF directory or a GGUF file.
 
     Raises:
@@ -56,32 +70,42 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
             return open_directory(directory)
         except ValueError as error:
             raise ValueError(f"{error}; delete {directory} to have it made again") from error
-    path = Path(model).expanduser()
-    if path.is_file():
+    try:
+        path = Path(model).expanduser()
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except (OSError, ValueError, TypeError, RuntimeError) as error:  # too long, a NUL, ~nobody
+        raise ValueError(
+            f"model {_short(model)} cannot be looked up ({_short(error, str)}); give 'smollm2', an HF directory or "
+            f"a GGUF file"
+        ) from error
+    if is_file:
         return open_gguf(path)
-    if path.is_dir():
+    if is_directory:
         return open_directory(path)
     raise ValueError(
-        f"model {str(model)!r} is no file or directory; give 'smollm2', an HF directory or a GGUF file "
+        f"model {_short(str(model))} is no file or directory; give 'smollm2', an HF directory or a GGUF file "
         f"(models are not downloaded)"
     )
 
 
 def open_directory(directory: Path) -> Checkpoint:
     """Open an HF directory: ``config.json``, safetensors, and optionally the generation config and tokenizer."""
-    generation_path = directory / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else None
-    raw_config = read_json(directory / "config.json")
-    try:
+    config_path, generation_path = directory / "config.json", directory / "generation_config.json"
+    raw_config, generation = read_json(config_path), None
+    if os.path.lexists(generation_path):
+        generation = read_json(generation_path)
+        with _named(generation_path):
+            token_ids(generation, "eos_token_id")
+    with _named(config_path):
         config = ModelConfig.from_hf(raw_config, generation)
-    except ValueError as error:
-        raise ValueError(f"{directory / 'config.json'}: {error}") from error
-    weights = SafetensorsSource(directory)
-    config = _settle_head(config, weights)
-    check(config, weights)
+    with _named(directory, prefix=False):
+        weights = SafetensorsSource(directory)
+        config = _settle_head(config, weights)
+        check(config, weights)
     tokenizer = None
-    if (directory / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.from_directory(directory)
+    if os.path.lexists(directory / "tokenizer.json"):
+        with _named(directory, prefix=False):
+            tokenizer = Tokenizer.from_directory(directory)
     else:
         logger.warning("%s has no tokenizer.json: prompts must be token ids", directory)
     return Checkpoint(directory, config, weights, tokenizer)
@@ -92,21 +116,41 @@ def open_gguf(path: Path) -> Checkpoint:
     from engine.models.gguf import GgufSource
     from engine.models.gguf_tokenizer import gguf_tokenizer
 
-    source = GgufSource(path)
-    try:
+    with _named(path):
+        source = GgufSource(path)
         config = source.config()
+        check(config, source)
         tokenizer = gguf_tokenizer(source.metadata)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path}: metadata are damaged ({error!r}); {_FETCH}") from error
-    check(config, source)
     return Checkpoint(path, config, source, tokenizer)
+
+
+@contextmanager
+def _named(path: Path, *, prefix: bool = True) -> Iterator[None]:
+    """Name the file in what its contents make fail, and make every such failure a ValueError.
+
+    Args:
+        path: the file.
+        prefix: put its name before the message of a ValueError that lacks it; else that is left as it is.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not prefix or str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
+    except _DAMAGE as error:
+        raise ValueError(f"{path} is damaged ({_short(error)}); {_FETCH}") from error
+
+
+def _short(value: object, spell: Callable[[object], str] = repr) -> str:
+    text = spell(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
 
 
 def _settle_head(config: ModelConfig, weights: SafetensorsSource) -> ModelConfig:
     """A config that ties the head to the embedding, beside a file in which they differ: the file is right."""
-    if config.tied_head and HEAD in weights.shapes() and not weights.same(EMBEDDING, HEAD):
+    both = {EMBEDDING, HEAD} <= weights.shapes().keys()
+    if config.tied_head and both and not weights.same(EMBEDDING, HEAD):
         logger.warning("config.json ties lm_head to the embedding, but the file's differ: untied")
         return replace(config, tied_head=False)
     return config
@@ -118,7 +162,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist; {_FETCH} or correct the path") from error
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); {_FETCH}") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); {_FETCH}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, expected a JSON object")
@@ -145,6 +191,11 @@ class SafetensorsSource:
         index = read_json(directory / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise ValueError(f"{directory / INDEX} has no weight_map; {_FETCH}")
+        for name, shard in index.items():
+            if not isinstance(shard, str) or not shard or "\0" in shard:
+                raise ValueError(
+                    f"{directory / INDEX}: weight_map names no file for tensor {name}, but {_short(shard)}; {_FETCH}"
+                )
         for shard in dict.fromkeys(index.values()):
             if not (directory / shard).is_file():
                 raise ValueError(

@@ -129,10 +129,15 @@ def write_gguf(
     if family == "qwen3":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    add = {
+        str: writer.add_string,
+        float: writer.add_float32,
+        int: writer.add_uint32,
+        list: writer.add_array,
+    }
     for key, value in (metadata or {}).items():
-        {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)](
-            f"{family}.{key}", value
-        )
+        writer.kv_data[0].pop(f"{family}.{key}", None)  # it may say otherwise than the model
+        add[type(value)](f"{family}.{key}", value)
     _write_tokenizer(writer, tokenizer)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     tied = config.tie_word_embeddings

@@ -280,7 +280,7 @@ def test_load_weights_replaces_all_or_nothing(llama: tuple[Any, Path]) -> None:
         ),
         (
             lambda s: s.update({"model.embed_tokens.weight": torch.ones(130, 32)}),
-            r"embed_tokens.weight has shape \[130, 32\], config.json says \[131, 32\]",
+            r"embed_tokens.weight has shape \[130, 32\], the config says \[131, 32\]",
         ),
     ],
 )

@@ -179,6 +179,94 @@ def test_what_is_not_supported_is_refused(
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"attention.head_count": [4, 4]}, r"llama.attention.head_count must be a positive integer, got \[4, 4\]"),
+        ({"attention.head_count": 0}, "llama.attention.head_count must be a positive integer, got 0"),
+        ({"attention.head_count_kv": 0}, "llama.attention.head_count_kv must be"),
+        ({"attention.head_count": "8"}, "llama.attention.head_count must be"),
+        ({"attention.key_length": 0}, "llama.attention.key_length must be"),
+        ({"block_count": 10**9}, "num_hidden_layers must be a positive integer up to"),
+        ({"block_count": 9999}, "the config says 9999 layers, but there are .. tensors"),
+        ({"context_length": 2.5}, "llama.context_length must be a positive integer"),
+        ({"attention.layer_norm_rms_epsilon": "x"}, "layer_norm_rms_epsilon must be a positive number"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon must be a positive"),
+        ({"rope.freq_base": float("inf")}, "llama.rope.freq_base must be a positive number"),
+        ({"rope.scaling.attn_factor": 2.0}, "llama.rope.scaling.attn_factor = 2.0 is not supported"),
+        ({"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier = 0.1.* is not supported"),
+        ({"rope.scaling.type": "longrope"}, "rope scaling type 'longrope' is not supported"),
+        ({"rope.scaling.type": 5}, "rope scaling type 5 is not supported"),
+        ({"rope.scaling.type": "linear"}, r"'linear' lacks \['factor'\]"),
+        ({"attention.sliding_window": 16}, "llama.attention.sliding_window = 16 is not supported"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0 is not supported"),
+    ],
+)  # fmt: skip
+def test_metadata_that_would_compute_something_else_are_refused(
+    metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    model = make_model("llama", SHAPE | {"num_hidden_layers": 1})
+    write_gguf(path, model, Kind.F32, tokenizer=TOKENIZER, metadata=metadata)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_checkpoint(path)
+    assert str(path) in str(caught.value)
+
+
+def test_neutral_metadata_pass_and_a_factor_without_type_is_linear(tmp_path: Path) -> None:
+    """As in llama.cpp, where the type is linear unless the file names another."""
+    path = tmp_path / "model.gguf"
+    neutral = {"rope.scaling.attn_factor": 1.0, "attention.sliding_window": 64, "expert_count": 0}
+    plain = make_model("llama", SHAPE)
+    write_gguf(path, plain, Kind.F32, tokenizer=TOKENIZER, metadata=neutral)
+    assert (logits_of(path) - hf_forward(plain, IDS)[0]).abs().max() <= 1e-4
+    linear = make_model(
+        "llama", SHAPE | {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}
+    )
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+        write_gguf(path, linear, Kind.F32, tokenizer=TOKENIZER, metadata={key: 3.0})
+        assert (logits_of(path) - hf_forward(linear, IDS)[0]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "factors", [np.ones(15), np.ones((2, 8)), np.zeros(16), np.full(16, np.nan)]
+)
+def test_rope_factors_that_do_not_fit_are_refused(factors: np.ndarray, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    extra = {"rope_freqs.weight": factors.astype(np.float32)}
+    write_gguf(path, make_model("llama", SHAPE), Kind.F32, tokenizer=TOKENIZER, extra_tensors=extra)
+    with pytest.raises(ValueError, match=r"model\.gguf: tensor rope_freqs\.weight must"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        ({"types": [1] * 5}, "token_type must be a list of 120 integers"),
+        ({"merges": ["a zz"]}, "merges do not fit the tokens"),
+        ({"merges": ["ab"]}, "merges do not fit the tokens"),
+        ({"bos": 120}, "bos_token_id must be an integer from 0 to 119, got 120"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(tokenizer: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = make_model("llama", SHAPE | {"num_hidden_layers": 1})
+    write_gguf(path, model, Kind.F32, tokenizer=TOKENIZER | tokenizer)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_checkpoint(path)
+    assert str(path) in str(caught.value)
+
+
+def test_an_endless_array_is_refused_at_once(llama_file: Path, tmp_path: Path) -> None:
+    """The package's reader walks past the end of the file for every element that a length claims."""
+    data, broken = bytearray(llama_file.read_bytes()), tmp_path / "broken.gguf"
+    at = data.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 4 + 4
+    data[at : at + 8] = (10**12).to_bytes(8, "little")
+    broken.write_bytes(data)
+    with pytest.raises(ValueError, match=r"broken\.gguf is damaged.*goes past the end"):
+        open_checkpoint(broken)
+
+
 def test_other_tensor_types_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, make_model("llama", SHAPE), Kind.Q8_0, tokenizer=TOKENIZER)

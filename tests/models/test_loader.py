@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.decoder import Decoder
-from engine.models.layout import HEAD
+from engine.models.layout import HEAD, TensorSource
 from engine.models.loader import open_checkpoint
 from engine.ops.reference import ReferenceOps
 from tests.models.paged import PagedSequences
@@ -117,6 +117,21 @@ def edit_json(name: str, change: Callable[[dict], object]) -> Callable[[Path], N
     return damage
 
 
+def directory_at(name: str) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        (directory / name).unlink(missing_ok=True)
+        (directory / name).mkdir()
+
+    return damage
+
+
+def edit_shard(shard: object) -> Callable[[Path], None]:
+    def change(index: dict) -> None:
+        index["weight_map"]["model.norm.weight"] = shard
+
+    return edit_json("model.safetensors.index.json", change)
+
+
 def add_ghost(index: dict) -> None:
     index["weight_map"]["model.ghost"] = next(iter(index["weight_map"].values()))
 
@@ -145,6 +160,18 @@ INDEX = "model.safetensors.index.json"
         (edit_json("config.json", lambda v: v.update(architectures=["GPT2LMHeadModel"])), "config.json: architecture GPT2LMHeadModel"),
         (write("generation_config.json", "{"), "generation_config.json is not valid JSON"),
         (write("tokenizer.json", "{}"), "tokenizer.json is damaged"),
+        (directory_at("config.json"), "config.json cannot be read"),
+        (directory_at("generation_config.json"), "generation_config.json cannot be read"),
+        (directory_at("tokenizer.json"), "tokenizer.json is damaged"),
+        (write("config.json", "[" * 100_000), "config.json is not valid JSON"),
+        (write("generation_config.json", "[]"), "generation_config.json holds a list"),
+        (write("generation_config.json", '{"eos_token_id": "2"}'), "generation_config.json: eos_token_id must be"),
+        (edit_shard(None), "index.json: weight_map names no file for tensor model.norm.weight, but None"),
+        (edit_shard(5), "weight_map names no file for tensor model.norm.weight, but 5"),
+        (edit_shard(["a"]), "weight_map names no file for tensor model.norm.weight"),
+        (edit_shard("x" * 5000), "is damaged .*name too long"),
+        (edit_json("config.json", lambda v: v.update(num_hidden_layers=10**12, layer_types=None)), "config.json: num_hidden_layers"),
+        (edit_json("config.json", lambda v: v.update(num_hidden_layers=9999, layer_types=None)), "config says 9999 layers, but there are .. tensors"),
     ],
 )  # fmt: skip
 def test_damage_is_named(sharded: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -170,3 +197,19 @@ def test_unknown_names_say_what_is_possible(tmp_path: Path) -> None:
         open_checkpoint("no/such")
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_checkpoint(tmp_path)
+    for name in ("x" * 100_000, "a\0b", "~nobody-of-that-name/model"):
+        with pytest.raises(ValueError, match="give 'smollm2', an HF directory or a GGUF") as caught:
+            open_checkpoint(name)
+        assert len(str(caught.value)) < 1000
+
+
+def test_tensors_that_are_none_are_refused() -> None:
+    for weights, message in (
+        ({"a": 5}, "weights must map names to tensors, got 'a': int"),
+        ({5: torch.ones(1)}, "weights must map names to tensors, got 5: Tensor"),
+        ([1, 2], "weights must be a dict name -> tensor or pairs"),
+        ({"a": torch.ones(1, dtype=torch.int8)}, "tensor a is of torch.int8; give floating"),
+        ({"a": torch.ones(1, device="meta")}, "tensor a has no data"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TensorSource(weights)  # type: ignore[arg-type]
