@@ -75,7 +75,7 @@ class Engine:
         self._num_requests = 0
 
     def add(self, request_id: str, prompt: TokenPrompt, params: SamplingParams) -> RequestGroup:
-        """Queue the n samples of a prompt; all of them or, on ValueError, none.
+        """Queue the n samples of a prompt; all of them or, on any error, none.
 
         Raises:
             ValueError: the id is taken, the request can never fit, or a parameter needs what the model lacks.
@@ -84,7 +84,8 @@ class Engine:
             raise ValueError("stop and bad_words are text, but the model has no tokenizer")
         group = RequestGroup(request_id, prompt.text, prompt.token_ids, time.monotonic())
         if params.prompt_logprobs is not None:
-            group.prompt_logprobs = [None] * len(prompt.token_ids)
+            unknown: list[LogprobsAt | None] = [None] * len(prompt.token_ids)
+            group.prompt_logprobs = unknown
         base = self._next_seed() if params.seed is None else params.seed
         bad_words = self._encode_bad_words(params.bad_words or ())
         try:
@@ -164,7 +165,9 @@ class Engine:
                 sample_rows.append(SampleRow(request, rows.end))
         return _Plan(sample_rows, sampled_at + prompt_at, parts)
 
-    def _run(self, step: ScheduledStep, plan: _Plan) -> tuple[list[Sampled], list[_PromptRows]]:
+    def _run(
+        self, step: ScheduledStep, plan: _Plan
+    ) -> tuple[list[Sampled | RowError], list[_PromptRows]]:
         start = time.perf_counter()
         logits = self.runner.forward(step.rows, plan.logit_rows).logits
         forwarded = time.perf_counter()
@@ -177,10 +180,10 @@ class Engine:
             prompt_rows.append((request, first, found))
             at += count
         num_samples = len(plan.sample_rows)
-        sampled = self.sampler.sample(logits[:num_samples], plan.sample_rows) if num_samples else []
+        drawn = self.sampler.sample(logits[:num_samples], plan.sample_rows) if num_samples else []
         self.counters.forward_time_s += forwarded - start
         self.counters.sample_time_s += time.perf_counter() - forwarded
-        return sampled, prompt_rows
+        return drawn, prompt_rows
 
     def _commit(
         self, step: ScheduledStep, plan: _Plan, drawn: Sequence[Sampled | RowError]
