@@ -226,7 +226,7 @@ class Sampler:
             _run_processor(processor, takes_prompt, row, output, logits)
         if rules.penalised:
             _penalise(logits, row.request.prompt_token_ids, output, params)
-        if not bool((logits > NEG_INF).any()):
+        if bool((logits == NEG_INF).all()):
             raise RowError(
                 "no token may follow: allowed_token_ids, bad_words, min_tokens, logit_bias and "
                 "logits_processors together forbid the whole vocabulary; relax one of them",
