@@ -274,14 +274,14 @@ class Engine:
             group_id=group.request_id,
             sample_index=index,
         )
+        if request.request_id in self._samples:
+            raise ValueError(f"request id {request.request_id!r} is in use; choose another")
         text = None if self.tokenizer is None else OutputText(self.tokenizer, params)
         sample = Sample(request, group, text, None if params.logprobs is None else [])
-        self.scheduler.add(
-            request
-        )  # refuses an id that is in use, so before anything of that id is touched
-        group.samples.append(sample)
+        group.samples.append(sample)  # from here on _drop finds it, wherever the rest fails
         self._samples[request.request_id] = sample
         self.sampler.admit(request, bad_words)
+        self.scheduler.add(request)
 
     def _encode_bad_words(self, bad_words: Sequence[str]) -> list[list[int]]:
         """Token sequences of each word, at the start of a text and after a space, as vLLM does."""

@@ -122,7 +122,7 @@ def test_bad_requests_raise_and_others_go_on(engine: AsyncEngine) -> None:
             await collect(engine, "")
         with pytest.raises(ValueError, match="allowed_token_ids"):
             await collect(engine, "x", SamplingParams(allowed_token_ids=[999]))
-        async for _ in engine.generate("x", SamplingParams(max_tokens=50, ignore_eos=True), "twin"):
+        async for _ in engine.generate("x", long_params(), "twin"):
             with pytest.raises(ValueError, match="in use"):
                 await collect(engine, "y", params, "twin")
             break
@@ -147,15 +147,19 @@ def test_arguments_of_a_wrong_type_fail_for_their_caller_alone(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "place",
+    ["engine.engine.OutputText", "engine.engine.Sampler.admit", "engine.engine.Scheduler.add"],
+)
 def test_an_unforeseen_error_while_adding_reaches_its_caller_alone(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def explode(*args: object) -> None:
         raise MemoryError
 
     async def run() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("engine.engine.OutputText", explode)
+            patch.setattr(place, explode)
             with pytest.raises(MemoryError):
                 await asyncio.wait_for(collect(engine, "x"), 5)
         assert (await collect(engine, "x", SamplingParams(max_tokens=2)))[-1].finished
