@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bench.contestant import Contestant
 from bench.harness import agreement, interleave
@@ -95,8 +95,17 @@ class Field:
         """Medians over all rounds so far."""
         return self.probe.ceilings(self._rates or [self.probe.sample()])
 
-    def settings(self) -> dict[str, str]:
-        return {c.name: c.settings for c in self.contestants}
+    def record(
+        self, verified: bool, agreements: dict[str, Any], results: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What every bench ends in: its results beside how they were got."""
+        return {
+            "verified": verified,
+            "machine": self.ceilings(),
+            "settings": {c.name: c.settings for c in self.contestants},
+            "agreement": agreements,
+            "results": results,
+        }
 
 
 def make_peer(spec: str, model: str, num_threads: int) -> Contestant:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class Samples:
     def spread(self) -> float:
         """(largest - smallest) / median; differences below it are noise."""
         return (max(self.values) - min(self.values)) / self.median if self.median else 0.0
+
+
+def paired_median(function: Callable[[A, B], float], xs: Sequence[A], ys: Sequence[B]) -> float:
+    """Median of a figure that is taken within each round, such as a ratio or the fraction of a ceiling."""
+    return Samples(tuple(function(x, y) for x, y in zip(xs, ys, strict=True))).median
 
 
 def interleave(variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench.field import Field, Rounds
-from bench.harness import Samples, table
+from bench.harness import Samples, paired_median, table
 from bench.physics import floor_s, pass_work
 from bench.workloads import Job, prompt_ids
 
@@ -55,14 +55,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         f"\nbatch 1 step {1e3 * overhead['step_s']:.2f} ms, outside kernels "
         f"{1e3 * overhead['outside_s']:.2f} ms = {overhead['outside_fraction']:.1%}"
     )
-    return {
-        "verified": verified,
-        "machine": field.ceilings(),
-        "settings": field.settings(),
-        "agreement": agreements,
-        "results": results,
-        "overhead": overhead,
-    }
+    return field.record(verified, agreements, results) | {"overhead": overhead}
 
 
 def _summary(
@@ -73,14 +66,11 @@ def _summary(
     taken = Samples(tuple(seconds[index] for seconds in passes))
     relative = Samples(tuple(seconds[index] / seconds[0] for seconds in passes)).median
     work = pass_work(field.ours.shape, [(context_len, count)], count)
-    bound = Samples(
-        tuple(
-            floor_s([work], rates.read_gb_s, rates.gflop_s) / seconds[index]
-            for rates, seconds in zip(rounds.rates, passes, strict=True)
-        )
-    ).median
+    bound = paired_median(
+        lambda r, s: floor_s([work], r.read_gb_s, r.gflop_s) / s[index], rounds.rates, passes
+    )
     ours = rounds.results[field.ours.name]
-    ratio = Samples(tuple(s[index] / o[index] for s, o in zip(passes, ours, strict=True))).median
+    ratio = paired_median(lambda s, o: s[index] / o[index], passes, ours)
     is_ours = name == field.ours.name
     row = [
         *(name, count, 1e3 * taken.median, f"{taken.spread:.0%}", relative),
@@ -103,7 +93,7 @@ def _overhead(field: Field, job: Job) -> dict[str, float]:
     """Step time outside ops, from steps in which every op was timed."""
     field.ours.decode_split(job)
     steps, kernels = field.ours.decode_split(job)
-    outside = Samples(tuple(s - k for s, k in zip(steps, kernels, strict=True))).median
+    outside = paired_median(lambda s, k: s - k, steps, kernels)
     step = Samples(tuple(steps)).median
     return {"step_s": step, "outside_s": outside, "outside_fraction": outside / step}
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench.field import Field
-from bench.harness import Samples, table
+from bench.harness import Samples, paired_median, table
 from bench.physics import pass_work
 from bench.workloads import prompt_ids
 
@@ -39,19 +39,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ours = rounds.results[field.ours.name]
         for name, seconds in rounds.results.items():
             taken = Samples(tuple(seconds))
-            ratio = Samples(tuple(s / o for s, o in zip(seconds, ours, strict=True))).median
-            fraction = Samples(
-                tuple(
-                    work.compute_s(rates.gflop_s) / s
-                    for rates, s in zip(rounds.rates, seconds, strict=True)
-                )
-            ).median
-            fp32 = Samples(
-                tuple(
-                    work.compute_s(r.fp32_gflop_s) / s
-                    for r, s in zip(rounds.rates, seconds, strict=True)
-                )
-            ).median
+            ratio = paired_median(lambda s, o: s / o, seconds, ours)
+            fraction = paired_median(
+                lambda r, s, work=work: work.compute_s(r.gflop_s) / s, rounds.rates, seconds
+            )
+            fp32 = paired_median(
+                lambda r, s, work=work: work.compute_s(r.fp32_gflop_s) / s, rounds.rates, seconds
+            )
             is_ours = name == field.ours.name
             rows.append(
                 [
@@ -77,13 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     print("\na new prompt to its first token; FLOPs are what the mathematics needs\n")
     header = ("contestant", "tokens", "ms", "spread", "tokens/s", "GFLOP/s", "of FLOPs", "ours is")
     print(table(header, rows))
-    return {
-        "verified": verified,
-        "machine": field.ceilings(),
-        "settings": field.settings(),
-        "agreement": agreements,
-        "results": results,
-    }
+    return field.record(verified, agreements, results)
 
 
 def _verify(field: Field, length: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.field import Field
-from bench.harness import Samples, table
+from bench.harness import Samples, paired_median, table
 from bench.physics import Work, decode_passes, floor_s, pass_work, total
 from bench.workloads import Job, long_tail_jobs
 
@@ -38,15 +38,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for name, generations in rounds.results.items():
         seconds = Samples(tuple(g.total_s for g in generations))
         tail = Samples(tuple(g.tail_s or 0.0 for g in generations))
-        ratio = Samples(
-            tuple(g.total_s / o.total_s for g, o in zip(generations, ours, strict=True))
-        ).median
-        bound = Samples(
-            tuple(
-                floor_s(passes, rates.read_gb_s, rates.gflop_s) / g.total_s
-                for rates, g in zip(rounds.rates, generations, strict=True)
-            )
-        ).median
+        ratio = paired_median(lambda g, o: g.total_s / o.total_s, generations, ours)
+        bound = paired_median(
+            lambda r, g: floor_s(passes, r.read_gb_s, r.gflop_s) / g.total_s,
+            rounds.rates,
+            generations,
+        )
         is_ours = name == field.ours.name
         rows.append(
             [
@@ -72,13 +69,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     print(f"\n{len(jobs)} sequences at once, {tokens} tokens, temperature {options.temperature}\n")
     header = ("contestant", "seconds", "spread", "tokens/s", "last alone, s", "of the bound")
     print(table((*header, "ours is"), rows))
-    return {
-        "verified": verified,
-        "machine": field.ceilings(),
-        "settings": field.settings(),
-        "agreement": agreements,
-        "results": results,
-    }
+    return field.record(verified, agreements, results)
 
 
 def _passes(field: Field, jobs: Sequence[Job]) -> list[Work]:

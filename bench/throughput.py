@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.contestant import Generation
 from bench.field import Field, Rounds
-from bench.harness import Samples, table
+from bench.harness import Samples, paired_median, table
 from bench.physics import Work, decode_passes, floor_s, total
 from bench.workloads import Job, lean_engine_jobs, uniform_jobs
 
@@ -65,13 +65,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     print(f"\n{_shape_text(options)}; decode is timed from the last sequence's first token\n")
     header = ("contestant", "batch", "decode tokens/s", "spread", "with prefill")
     print(table((*header, "of memory", "of FLOPs", "of the bound", "ours is"), rows))
-    return {
-        "verified": verified,
-        "machine": field.ceilings(),
-        "settings": field.settings(),
-        "agreement": agreements,
-        "results": results,
-    }
+    return field.record(verified, agreements, results)
 
 
 def _shape_text(options: argparse.Namespace) -> str:
@@ -100,12 +94,9 @@ def _summary(
     ours = rounds.results[field.ours.name]
     speed = Samples(tuple(g.decode_tokens_per_s for g in generations))
     overall = Samples(tuple(g.tokens_per_s for g in generations))
-    ratio = Samples(
-        tuple(
-            o.decode_tokens_per_s / g.decode_tokens_per_s
-            for o, g in zip(ours, generations, strict=True)
-        )
-    ).median
+    ratio = paired_median(
+        lambda o, g: o.decode_tokens_per_s / g.decode_tokens_per_s, ours, generations
+    )
     row: list[Any] = [name, len(jobs), speed.median, f"{speed.spread:.0%}", overall.median]
     result: dict[str, Any] = {
         "contestant": name,

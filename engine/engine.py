@@ -16,7 +16,7 @@ from engine.metrics import EngineCounters
 from engine.output_text import OutputText
 from engine.outputs import LogprobsAt
 from engine.prompts import TokenPrompt
-from engine.request import FinishReason, Request
+from engine.request import Request
 from engine.request_group import RequestGroup, Sample
 from engine.runner import ModelRunner
 from engine.sampler import RowError, Sampled, Sampler, SampleRow
@@ -97,11 +97,11 @@ class Engine:
         self._num_requests += 1
         return group
 
-    def abort(self, group: RequestGroup, reason: FinishReason = "abort") -> None:
+    def abort(self, group: RequestGroup) -> None:
         """End every unfinished sample of a group; its pages are free at once, between two steps."""
         for sample in group.samples:
             if sample.finished_time is None:
-                self.scheduler.finish(sample.request, reason)
+                self.scheduler.finish(sample.request, "abort")
                 self._retire(sample)
 
     def withdraw(self, groups: Sequence[RequestGroup]) -> None:

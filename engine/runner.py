@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import PAGE, ForwardBatch
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, ForwardOutput
 from engine.scheduler import ScheduledRows
 
 _MAX_CACHED_BATCHES = 512
@@ -29,13 +28,6 @@ class _Staging(NamedTuple):
     row_start: Any  # [max sequences + 1]
     page_table: Any  # [max sequences, pages]
     logit_rows: Any  # [max rows]
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerOutput:
-    """``logits`` [L, V] fp32, valid until the next forward; rows in the order they were asked for."""
-
-    logits: Tensor
 
 
 class ModelRunner:
@@ -77,9 +69,9 @@ class ModelRunner:
         self._no_tail = torch.zeros(0, dtype=torch.int32)
         self._batches: dict[tuple[int, int, int], ForwardBatch] = {}
 
-    def forward(self, rows: Sequence[ScheduledRows], logit_rows: Sequence[int]) -> RunnerOutput:
+    def forward(self, rows: Sequence[ScheduledRows], logit_rows: Sequence[int]) -> ForwardOutput:
         """Run the target over the rows of a step; logits of the rows numbered in ``logit_rows``."""
-        return RunnerOutput(self.decoder.forward(self._build(rows, logit_rows)).logits)
+        return self.decoder.forward(self._build(rows, logit_rows))
 
     def _build(self, rows: Sequence[ScheduledRows], logit_rows: Sequence[int]) -> ForwardBatch:
         token_ids: list[int] = []

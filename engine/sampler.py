@@ -61,7 +61,7 @@ class Sampled:
 class _Rules:
     """A request's parameters made ready for its logits; None or empty where it asks for nothing."""
 
-    allowed: Tensor | None  # bool [V], True where forbidden
+    forbidden: Tensor | None  # bool [V], from allowed_token_ids
     bad_words: tuple[tuple[int, ...], ...]
     bias_ids: Tensor | None
     bias: Tensor | None
@@ -72,7 +72,7 @@ class _Rules:
     @property
     def any(self) -> bool:
         return (
-            self.allowed is not None
+            self.forbidden is not None
             or self.bias_ids is not None
             or self.end_ids is not None
             or bool(self.bad_words)
@@ -183,10 +183,10 @@ class Sampler:
 
     def _compile(self, request: Request, bad_words: Sequence[Sequence[int]]) -> _Rules:
         params = request.params
-        allowed = None
+        forbidden = None
         if params.allowed_token_ids is not None:
-            allowed = torch.ones(self._vocab_size, dtype=torch.bool)
-            allowed[self._ids("allowed_token_ids", params.allowed_token_ids)] = False
+            forbidden = torch.ones(self._vocab_size, dtype=torch.bool)
+            forbidden[self._ids("allowed_token_ids", params.allowed_token_ids)] = False
         bias_ids = bias = end_ids = None
         if params.logit_bias:
             bias_ids = self._ids("logit_bias", list(params.logit_bias))
@@ -197,7 +197,7 @@ class Sampler:
             end_ids = torch.tensor(sorted(ends), dtype=torch.int64) if ends else None
         processors = tuple((p, _takes_prompt(p)) for p in params.logits_processors or ())
         words = tuple(tuple(w) for w in bad_words)
-        return _Rules(allowed, words, bias_ids, bias, end_ids, processors, params.needs_history)
+        return _Rules(forbidden, words, bias_ids, bias, end_ids, processors, params.needs_history)
 
     def _ids(self, name: str, token_ids: Sequence[int]) -> Tensor:
         for token_id in token_ids:
@@ -211,8 +211,8 @@ class Sampler:
         """In vLLM's order: allowed, bad words, min_tokens, bias, processors, penalties."""
         params = row.request.params
         output = row.output_token_ids()
-        if rules.allowed is not None:
-            logits.masked_fill_(rules.allowed, NEG_INF)
+        if rules.forbidden is not None:
+            logits.masked_fill_(rules.forbidden, NEG_INF)
         if rules.bad_words:
             for word in rules.bad_words:
                 head = list(word[:-1])

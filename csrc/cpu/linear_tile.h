@@ -81,15 +81,19 @@ static inline void multiply_add(Accumulators<M, P>& acc, const float* x, const V
     }
 }
 
-struct Bf16Fma {
+// Activations as they are: fp32, one step for each k.
+struct Fp32Activations {
     using X = float;
     static constexpr bool kOneRowIsPacked = true;
-    static constexpr int kStepsPerLine = 2;
 
     static inline int64_t steps(int64_t k) { return k; }
     static inline I16 words(const float* row, int64_t step, int64_t k) {
         return as_int(load_n(row + step, k - step));
     }
+};
+
+struct Bf16Fma : Fp32Activations {
+    static constexpr int kStepsPerLine = 2;
 
     template <int M, int P, int steps>
     static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w,
@@ -107,15 +111,8 @@ struct Bf16Fma {
     }
 };
 
-struct Fp32Fma {
-    using X = float;
-    static constexpr bool kOneRowIsPacked = true;
+struct Fp32Fma : Fp32Activations {
     static constexpr int kStepsPerLine = 1;
-
-    static inline int64_t steps(int64_t k) { return k; }
-    static inline I16 words(const float* row, int64_t step, int64_t k) {
-        return as_int(load_n(row + step, k - step));
-    }
 
     template <int M, int P, int steps>
     static inline void line(Accumulators<M, P>& acc, const X* x, const std::byte* w,
