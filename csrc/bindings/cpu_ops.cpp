@@ -173,6 +173,39 @@ void CpuOps::sample(H logits, H temperature, H top_k, H top_p, H min_p, H seeds,
                    floats(logprobs, "logprobs"), rows, in.shape[1], num_threads_, prune});
 }
 
+void CpuOps::coupled_top_k(H logits, H temperature, H top_k, H top_p, H min_p, H seeds, H positions,
+                           H target_ids, H token_ids, H scores, H logprobs, bool prune) const {
+    const char* op = "coupled_top_k";
+    const Tensor in = take(logits, {op, "logits"}, kFloat, {kAny, kAny});
+    const int64_t rows = in.shape[0], vocab = in.shape[1];
+    if (vocab == 0) reject({op, "logits"}, "a vocabulary", "none");
+    const Tensor to = take(token_ids, {op, "token_ids"}, kInt, {rows, kAny});
+    const int64_t count = to.shape[1];
+    if (count < 1 || count > kMostTopK) {
+        reject({op, "token_ids"}, "1.." + std::to_string(kMostTopK) + " columns",
+               std::to_string(count));
+    }
+    const auto floats = [&](H h, const char* name) {
+        return take(h, {op, name}, kFloat, {rows}).as<const float>();
+    };
+    const auto ints = [&](H h, const char* name) {
+        return take(h, {op, name}, kInt, {rows}).as<const int32_t>();
+    };
+    const auto found = [&](H h, const char* name) {
+        return take(h, {op, name}, kFloat, {rows, count}).as<float>();
+    };
+    const int32_t* map =
+        target_ids.is_none()
+            ? nullptr
+            : take(target_ids, {op, "target_ids"}, kInt, {vocab}).as<const int32_t>();
+    table_.coupled_top_k({in.as<const float>(), floats(temperature, "temperature"),
+                          ints(top_k, "top_k"), floats(top_p, "top_p"), floats(min_p, "min_p"),
+                          take(seeds, {op, "seeds"}, Element::i64, {rows}).as<const int64_t>(),
+                          ints(positions, "positions"), map, to.as<int32_t>(),
+                          found(scores, "scores"), found(logprobs, "logprobs"), rows, vocab, count,
+                          num_threads_, prune});
+}
+
 void CpuOps::philox_words(H counters, H keys, H out) const {
     const char* op = "philox_words";
     const Tensor c = take(counters, {op, "counters"}, kInt, {kAny, 4});

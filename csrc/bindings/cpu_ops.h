@@ -39,6 +39,8 @@ class CpuOps {
     void log_sum_exp(H logits, H out) const;
     void sample(H logits, H temperature, H top_k, H top_p, H min_p, H seeds, H positions,
                 H token_ids, H logprobs, bool prune) const;
+    void coupled_top_k(H logits, H temperature, H top_k, H top_p, H min_p, H seeds, H positions,
+                       H target_ids, H token_ids, H scores, H logprobs, bool prune) const;
 
     // The noise that sample draws, for tests: words of a counter-based generator, and `uniform` of
     // reference.py.

@@ -48,6 +48,9 @@ NB_MODULE(_native, m) {
         .def("log_sum_exp", &CpuOps::log_sum_exp, "logits"_a, "out"_a)
         .def("sample", &CpuOps::sample, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a,
              "min_p"_a, "seeds"_a, "positions"_a, "token_ids"_a, "logprobs"_a, "prune"_a = true)
+        .def("coupled_top_k", &CpuOps::coupled_top_k, "logits"_a, "temperature"_a, "top_k"_a,
+             "top_p"_a, "min_p"_a, "seeds"_a, "positions"_a, "target_ids"_a.none(), "token_ids"_a,
+             "scores"_a, "logprobs"_a, "prune"_a = true)
         .def("philox_words", &CpuOps::philox_words, "counters"_a, "keys"_a, "out"_a)
         .def("philox_uniform", &CpuOps::philox_uniform, "seed"_a, "position"_a, "out"_a);
 }

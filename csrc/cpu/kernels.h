@@ -137,6 +137,25 @@ struct SampleArgs {
     bool prune = true;  // false scores every token: the same results, for tests
 };
 
+inline constexpr int64_t kMostTopK = 64;
+
+struct CoupledTopKArgs {
+    const float* logits;        // [num_rows, vocab]
+    const float* temperature;   // [num_rows]
+    const int32_t* top_k;       // [num_rows]
+    const float* top_p;         // [num_rows]
+    const float* min_p;         // [num_rows]
+    const int64_t* seeds;       // [num_rows]
+    const int32_t* positions;   // [num_rows]
+    const int32_t* target_ids;  // [vocab] or null: each id is its own
+    int32_t* token_ids;         // [num_rows, count]
+    float* scores;              // [num_rows, count]
+    float* logprobs;            // [num_rows, count]
+    int64_t num_rows, vocab, count;
+    int num_threads;
+    bool prune = true;  // false scores every token: the same results, for tests
+};
+
 // Philox4x32-10 as it is, for tests.
 struct PhiloxWordsArgs {
     const int32_t* counters;  // [count, 4]
@@ -167,18 +186,19 @@ struct CeilingArgs {
     X(fma_ceiling, CeilingArgs)  \
     X(bf16_dot_ceiling, CeilingArgs)
 
-#define TLT_KERNELS(X)               \
-    X(linear, LinearArgs)            \
-    X(embedding, EmbeddingArgs)      \
-    X(rms_norm, RmsNormArgs)         \
-    X(add_rms_norm, AddRmsNormArgs)  \
-    X(silu_mul, SiluMulArgs)         \
-    X(rope_store, RopeStoreArgs)     \
-    X(attention, AttentionArgs)      \
-    X(kv_move, KvMoveArgs)           \
-    X(log_sum_exp, LogSumExpArgs)    \
-    X(sample, SampleArgs)            \
-    X(philox_words, PhiloxWordsArgs) \
+#define TLT_KERNELS(X)                \
+    X(linear, LinearArgs)             \
+    X(embedding, EmbeddingArgs)       \
+    X(rms_norm, RmsNormArgs)          \
+    X(add_rms_norm, AddRmsNormArgs)   \
+    X(silu_mul, SiluMulArgs)          \
+    X(rope_store, RopeStoreArgs)      \
+    X(attention, AttentionArgs)       \
+    X(kv_move, KvMoveArgs)            \
+    X(log_sum_exp, LogSumExpArgs)     \
+    X(sample, SampleArgs)             \
+    X(coupled_top_k, CoupledTopKArgs) \
+    X(philox_words, PhiloxWordsArgs)  \
     X(philox_uniform, PhiloxUniformArgs)
 
 struct KernelTable {

@@ -4,49 +4,32 @@
 // Invariants: a row's token is a function of its own logits, parameters, seed and position; pruning
 // leaves out only tokens that cannot win.
 //
-// Pruning: with E = -log(1 - x) the score of a token is z - log(E), and E >= x. So a token that
-// reaches `best` has x <= exp(z - best), which costs no logarithm to check. The winner's score is
-// distributed as log_sum_exp(z) plus a Gumbel variable: it is below log_sum_exp(z) - 2.5 once in
-// 200,000 draws. Starting from there, some ten tokens are left to be scored exactly. Should none
-// reach the start, the race is run again without pruning.
-#include "common/scratch.h"
+// Pruning (token_race.h): the winner's score is distributed as log_sum_exp(z) plus a Gumbel
+// variable: it is below log_sum_exp(z) - 2.5 once in 200,000 draws. Starting from there, some ten
+// tokens are left to be scored exactly. Should none reach the start, the race is run again without
+// pruning.
 #include "cpu/kernels.h"
-#include "cpu/philox.h"
-#include "cpu/sample_filter.h"
-#include "cpu/token_row.h"
+#include "cpu/token_race.h"
 
 namespace tlt::TLT_ISA {
 namespace {
 
 static_assert(kNoiseBlock == kTokenBlock);
 
-constexpr float kStart = 2.5f;       // how far below log_sum_exp the pruned race starts
-constexpr float kMostNoise = 22.2f;  // the Gumbel noise of the smallest x, 2^-32, is 22.18
+constexpr float kStart = 2.5f;  // how far below log_sum_exp the pruned race starts
 
 struct Best {
     float score;
     int32_t id;  // -1: none reached it yet
 };
 
-// How much rounding may have raised a score of about `score` above its bound, generously.
-float slack(float score) { return 1e-3f + (score < 0.0f ? -score : score) * 0x1p-20f; }
-
 // The exact scores of sixteen tokens.
 void score_tokens(const Cut& cut, V16 z, I16 words, int64_t first_id, Best& best) {
-    const V16 scores = select(kept(cut, z, first_id), z + gumbel(uniform(words)), splat(-kInf));
+    const V16 scores = noisy_scores(cut, z, words, first_id);
     const float top = hmax(scores);
     if (!(top > best.score)) return;
     best.score = top;
     best.id = static_cast<int32_t>(first_id + __builtin_ctz(bits(scores == splat(top))));
-}
-
-// Lanes whose x may be small enough for `best`: x 2^31 <= 2^31 exp(z - best), with 2^f <= 1 + f in
-// place of the exponential's mantissa, so that its bits are a linear function of z.
-M16 may_reach(V16 z, I16 words, float best, float margin) {
-    constexpr float log2e = 1.44269504f, mantissa = 0x1p23f;
-    const V16 distance = max(splat(-80.0f), z - splat(best - margin));
-    const V16 bound = fma(distance, splat(log2e * mantissa), splat((127.0f + 31.0f) * mantissa));
-    return to_float(words) <= as_float(to_int(bound));
 }
 
 void race_block(const TokenRow& row, const Cut& cut, const NoiseKey& key, int64_t block, bool prune,
@@ -98,57 +81,10 @@ int32_t greedy(const TokenRow& row, int num_threads) {
     return 0;  // nothing but NaN
 }
 
-// z = logits / temperature, what is not finite as -inf; and the maxima of its blocks.
-void scale_segment(const float* logits, float temperature, float* z, const TokenRow& row,
-                   int64_t segment) {
-    const V16 t = splat(temperature), inf = splat(kInf);
-    for (int64_t b = row.first_block(segment); b < row.last_block(segment); b++) {
-        V16 x[4];
-        load_block(logits, row.vocab, b, x);
-        for (int i = 0; i < 4; i++) {
-            const int64_t at = b * kTokenBlock + 16 * i, left = row.vocab - at;
-            x[i] = x[i] / t;
-            x[i] = select(x[i] < inf, x[i], neg(inf));
-            if (left >= 16) {
-                store(z + at, x[i]);
-            } else if (left > 0) {
-                store_n(z + at, x[i], left);
-            }
-        }
-        row.block_max[b] = largest(x);
-    }
-}
-
-// Memory of one row.
-struct RowMemory {
-    float* z;
-    Best* segment_best;
-    uint64_t* keys;
-    TokenRow row;
-};
-
-RowMemory row_memory(const float* logits, int64_t vocab, bool filters) {
-    const int64_t segments = vocab / kTokenSegment + 1;
-    const auto floats = static_cast<size_t>(vocab + TokenRow::scratch_floats(vocab));
-    const size_t best_bytes = static_cast<size_t>(segments) * sizeof(Best);
-    auto* memory =
-        static_cast<char*>(scratch(Scratch::sample, floats * sizeof(float) + best_bytes));
-    RowMemory m{};
-    m.segment_best = reinterpret_cast<Best*>(memory);
-    m.z = reinterpret_cast<float*>(memory + best_bytes);
-    m.row = {logits, m.z + vocab, nullptr, vocab};
-    m.row.segment_sum = m.row.block_max + m.row.blocks();
-    if (filters) {
-        m.keys = static_cast<uint64_t*>(
-            scratch(Scratch::sample_rows, static_cast<size_t>(vocab) * sizeof(uint64_t)));
-    }
-    return m;
-}
-
 void sample_row(const SampleArgs& a, int64_t r, int num_threads) {
     const float* logits = a.logits + r * a.vocab;
     const float temperature = a.temperature[r];
-    RowMemory m = row_memory(logits, a.vocab, a.top_k[r] > 0 || a.top_p[r] < 1.0f);
+    RaceMemory<Best> m(logits, a.vocab, a.top_k[r] > 0 || a.top_p[r] < 1.0f);
     a.logprobs[r] = 0.0f;
     if (temperature == 0.0f) {
         const int32_t id = greedy(m.row, num_threads);

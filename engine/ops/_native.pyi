@@ -70,5 +70,20 @@ class CpuOps:
         logprobs: Tensor,
         prune: bool = True,
     ) -> None: ...
+    def coupled_top_k(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        target_ids: Tensor | None,
+        token_ids: Tensor,
+        scores: Tensor,
+        logprobs: Tensor,
+        prune: bool = True,
+    ) -> None: ...
     def philox_words(self, counters: Tensor, keys: Tensor, out: Tensor) -> None: ...
     def philox_uniform(self, seed: int, position: int, out: Tensor) -> None: ...

@@ -189,6 +189,55 @@ class ReferenceOps:
             token_ids[i] = token
             logprobs[i] = z[token] - torch.logsumexp(z, dim=-1)
 
+    def coupled_top_k(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        target_ids: Tensor | None,
+        token_ids: Tensor,
+        scores: Tensor,
+        logprobs: Tensor,
+    ) -> None:
+        """The tokens that a drafter proposes: the k best of a row under the noise that ``sample`` will draw with.
+
+        Gumbel coupling (Daliri et al. 2024): with logits near the target's, the best under the same noise is near
+        the target's sample. Row i ranks the kept v, as ``sample`` keeps them, by
+        logits[v] / temperature + gumbel(seed, position, target id of v), largest first, lowest v on a tie;
+        temperature 0 ranks all logits. Without a map the first is the token that ``sample`` draws.
+
+        Args: as ``sample``, and target_ids [V] int32, the id in the target's vocabulary of each row of the draft's,
+        or None where they are the same. Writes, all [L, k]: token_ids int32, in the target's vocabulary; scores
+        fp32, what they were ranked by; logprobs fp32, log-softmax of logits / temperature over the kept ones
+        (temperature 0: of the logits). Places without a token get -1, -inf and -inf.
+        """
+        token_ids.fill_(-1)
+        scores.fill_(NEG_INF)
+        logprobs.fill_(NEG_INF)
+        size = logits.shape[1]
+        ids = torch.arange(size) if target_ids is None else target_ids.long()
+        for i in range(logits.shape[0]):
+            t = float(temperature[i])
+            z = logits[i] / temperature[i] if t else logits[i]
+            if t:
+                keep = kept_mask(z, int(top_k[i]), float(top_p[i]), float(min_p[i]))
+            else:
+                keep = torch.isfinite(z)
+            z = torch.where(keep, z, NEG_INF)
+            score = z
+            if t:
+                score = z + gumbel(int(seeds[i]), int(positions[i]), int(ids.max()) + 1)[ids]
+            order = torch.sort(score, descending=True, stable=True).indices
+            order = order[: min(int(keep.sum()), token_ids.shape[1])]
+            found = order.shape[0]
+            token_ids[i, :found] = ids[order].int()
+            scores[i, :found] = score[order]
+            logprobs[i, :found] = z[order] - torch.logsumexp(z, dim=-1)
+
 
 def kept_mask(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """Which of z [V] may be sampled: bool [V]. See ``ReferenceOps.sample``."""

@@ -32,6 +32,7 @@ OPS: tuple[str, ...] = (
     "kv_move",
     "log_sum_exp",
     "sample",
+    "coupled_top_k",
 )
 BACKENDS = ("auto", "native", "reference")
 ISA_VARIABLE = "TLT_CPU_ISA"
@@ -67,6 +68,7 @@ class Ops:
     kv_move: Callable[[Tensor, Tensor, Tensor], None]
     log_sum_exp: Callable[[Tensor, Tensor], None]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    coupled_top_k: Callable[..., None]  # eleven arguments; see ReferenceOps
 
     def __init__(
         self, choices: list[OpChoice], backends: Mapping[str, Any], isa: str, num_threads: int
