@@ -13,6 +13,7 @@ from typing import Any
 from engine.batch import PAGE
 from engine.config import EngineConfig, ResolvedConfig
 from engine.engine import Engine
+from engine.grammar import Grammars
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.loader import Checkpoint, open_checkpoint
@@ -21,21 +22,20 @@ from engine.prompts import PromptReader
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
+from engine.spec.config import SpeculativeConfig
+from engine.spec_assembly import build_speculator
 from engine.tokenizer import Tokenizer
 
 
 def build_engine(
-    *, speculative_config: Mapping[str, Any] | None = None, **arguments: Any
+    *, speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None, **arguments: Any
 ) -> tuple[ResolvedConfig, Engine, PromptReader]:
     """Make an engine, and the reader of its prompts, from the arguments of ``LLM``.
 
     Raises:
         ValueError: names the argument or file, what came, and the fix.
     """
-    if speculative_config is not None:
-        raise ValueError(
-            f"speculative_config must be None, got {speculative_config!r}: this version does not speculate yet"
-        )
+    speculation = SpeculativeConfig.of(speculative_config)
     config = EngineConfig.from_kwargs(**arguments)
     checkpoint = open_checkpoint(config.model)
     resolved = config.resolve(checkpoint.config)
@@ -44,10 +44,12 @@ def build_engine(
         vocab_size=resolved.model.vocab_size,
         max_model_len=resolved.max_model_len,
     )
-    return resolved, _build(checkpoint, resolved), reader
+    return resolved, _build(checkpoint, resolved, speculation), reader
 
 
-def _build(checkpoint: Checkpoint, config: ResolvedConfig) -> Engine:
+def _build(
+    checkpoint: Checkpoint, config: ResolvedConfig, speculation: SpeculativeConfig | None
+) -> Engine:
     ops = resolve_ops(config.ops, device=config.device, num_threads=config.num_threads)
     max_rows = config.max_num_batched_tokens
     decoder = Decoder(
@@ -76,20 +78,24 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig) -> Engine:
         max_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
     )
-    tokenizer, decode = checkpoint.tokenizer, None
+    tokenizer, decode, grammars = checkpoint.tokenizer, None, None
     if tokenizer is not None:
         decode = partial(_token_text, tokenizer)
+        grammars = Grammars(tokenizer, config.model.vocab_size)
     sampler = Sampler(
         ops,
         vocab_size=config.model.vocab_size,
         max_rows=max_rows,
         decode=decode,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
+        grammars=grammars,
     )
+    speculator = build_speculator(speculation, config, runner)
     return Engine(
         make_scheduler,
         runner,
         sampler,
+        speculator,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(config.model.eos_token_ids),
         max_model_len=config.max_model_len,

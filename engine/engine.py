@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import torch
 
 from engine.metrics import EngineCounters
 from engine.output_text import OutputText
@@ -19,9 +20,12 @@ from engine.prompts import TokenPrompt
 from engine.request import Request
 from engine.request_group import RequestGroup, Sample
 from engine.runner import ModelRunner
-from engine.sampler import RowError, Sampled, Sampler, SampleRow
+from engine.sampler import RowError, Sampled, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledStep, Scheduler
+from engine.spec.tuner import StepRecord, Verified
+from engine.speculation import Drafts, Speculator
+from engine.step_plan import Move, StepPlan, Verdict, plan_step, settle
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -30,21 +34,12 @@ logger = logging.getLogger(__name__)
 _PromptRows = tuple[Request, int, list[LogprobsAt]]  # request, first position, from there on
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Which rows of a step have their logits read: first those that draw a token, then prompt positions."""
-
-    sample_rows: list[SampleRow]
-    logit_rows: list[int]
-    prompt_parts: list[tuple[Request, int, int]]  # request, first position, number of rows
-
-
 class Engine:
     """Runs requests to their end.
 
     Args:
         make_scheduler: gives a scheduler over an empty cache, of the runner's size.
-        runner, sampler: the other parts, made for one model.
+        runner, sampler, speculator: the other parts, made for one model.
         tokenizer: None for a model without one; then outputs have no text.
         eos_token_ids: end-of-sequence ids of the model.
         max_model_len: longest sequence in tokens.
@@ -56,6 +51,7 @@ class Engine:
         make_scheduler: Callable[[], Scheduler],
         runner: ModelRunner,
         sampler: Sampler,
+        speculator: Speculator,
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
@@ -66,6 +62,7 @@ class Engine:
         self.scheduler = make_scheduler()
         self.runner = runner
         self.sampler = sampler
+        self.speculator = speculator
         self.tokenizer = tokenizer
         self.counters = EngineCounters()
         self._eos_token_ids = eos_token_ids
@@ -120,6 +117,7 @@ class Engine:
         self.scheduler = self._make_scheduler()
         self.scheduler.kv.set_version(version)
         self.sampler.forget_all()
+        self.speculator.reset()
         now = time.monotonic()
         for sample in self._samples.values():
             sample.request.finish("abort")
@@ -133,43 +131,35 @@ class Engine:
     def step(self) -> list[RequestGroup]:
         """One forward of the target; the groups that gained tokens or ended."""
         start = time.perf_counter()
+        decoding = self.scheduler.decoding if self.speculator.active else []
+        drafts = self.speculator.draft(decoding, has_prefill=self.scheduler.has_prefill)
         step = self.scheduler.schedule()
         if not step.rows:
             return []
         try:
-            plan = self._plan(step)
-            drawn, prompt_rows = self._run(step, plan)
+            plan = plan_step(step, drafts)
+            prompt_rows = self._run(step, plan)
         except BaseException:
             self.scheduler.fail(step)
             raise
         self._keep_prompt_logprobs(prompt_rows)
-        groups = self._commit(step, plan, drawn)
-        self._count(step, plan, time.perf_counter() - start)
+        groups = self._commit(step, plan)
+        seconds = time.perf_counter() - start
+        self._count(step, plan, seconds)
+        self._learn(step, plan, drafts, seconds)
         return groups
 
-    def _plan(self, step: ScheduledStep) -> _Plan:
-        sample_rows: list[SampleRow] = []
-        sampled_at: list[int] = []
-        prompt_at: list[int] = []
-        parts: list[tuple[Request, int, int]] = []
-        row = 0
-        for rows in step.rows:
-            request = rows.request
-            if request.params.prompt_logprobs is not None and rows.start < request.prompt_len - 1:
-                count = min(rows.end, request.prompt_len - 1) - rows.start
-                prompt_at += range(row, row + count)
-                parts.append((request, rows.start, count))
-            row += rows.num_tokens
-            if rows.samples:
-                sampled_at.append(row - 1)
-                sample_rows.append(SampleRow(request, rows.end))
-        return _Plan(sample_rows, sampled_at + prompt_at, parts)
-
-    def _run(
-        self, step: ScheduledStep, plan: _Plan
-    ) -> tuple[list[Sampled | RowError], list[_PromptRows]]:
+    def _run(self, step: ScheduledStep, plan: StepPlan) -> list[_PromptRows]:
+        """Forward, sample at every node, walk, and move the keys of what was accepted."""
         start = time.perf_counter()
-        logits = self.runner.forward(step.rows, plan.logit_rows).logits
+        speculator = self.speculator
+        taps, hidden = speculator.tap_layers, speculator.wants_hidden
+        batch, output = self.runner.forward(
+            step.rows, plan.logit_rows, plan.trees, tap_layers=taps, want_hidden=hidden
+        )
+        if taps or hidden:
+            speculator.store_features(batch.slots, output.taps, output.hidden)
+        logits = output.logits
         forwarded = time.perf_counter()
         at = len(plan.sample_rows)
         prompt_rows: list[_PromptRows] = []
@@ -181,44 +171,59 @@ class Engine:
             at += count
         num_samples = len(plan.sample_rows)
         drawn = self.sampler.sample(logits[:num_samples], plan.sample_rows) if num_samples else []
+        self._move_kv(settle(plan, drawn))
         self.counters.forward_time_s += forwarded - start
         self.counters.sample_time_s += time.perf_counter() - forwarded
-        return drawn, prompt_rows
+        return prompt_rows
 
-    def _commit(
-        self, step: ScheduledStep, plan: _Plan, drawn: Sequence[Sampled | RowError]
-    ) -> list[RequestGroup]:
+    def _move_kv(self, moves: Sequence[Move]) -> None:
+        """Keys, values and features of accepted tree nodes go where their positions are."""
+        if not moves:
+            return
+        kv = self.scheduler.kv
+        source = [kv.slots_for(m.rows.request, m.rows.end + m.node, 1)[0] for m in moves]
+        target = [kv.slots_for(m.rows.request, m.rows.end + m.place, 1)[0] for m in moves]
+        slots = torch.tensor([source, target], dtype=torch.int32)
+        self.runner.move_kv(slots[0], slots[1])
+        self.speculator.move_features(slots[0], slots[1])
+
+    def _commit(self, step: ScheduledStep, plan: StepPlan) -> list[RequestGroup]:
         touched: dict[str, RequestGroup] = {}
-        sampled: dict[str, Sampled] = {}
-        for row, result in zip(plan.sample_rows, drawn, strict=True):
-            if isinstance(result, RowError):
-                group = self._end_with_error(row.request, result)
+        gained: dict[str, Verdict] = {}
+        for verdict in plan.verdicts:
+            if verdict.drawn:
+                gained[verdict.rows.request.request_id] = verdict
+            elif verdict.error is not None:
+                group = self._end_with_error(verdict.rows.request, verdict.error)
                 touched[group.request_id] = group
-            else:
-                sampled[row.request.request_id] = result
-        outcome = self.scheduler.commit(step, {i: (s.token_id,) for i, s in sampled.items()})
+        tokens = {i: [s.token_id for s in verdict.drawn] for i, verdict in gained.items()}
+        outcome = self.scheduler.commit(step, tokens)
         now = time.monotonic()
         for committed in outcome:
             request = committed.request
-            sample = self._samples[request.request_id]
+            verdict, sample = gained[request.request_id], self._samples[request.request_id]
             touched[sample.group.request_id] = sample.group
-            self._show(sample, committed.token_ids, sampled[request.request_id], now)
+            num_shown = self._show(sample, verdict.drawn[: len(committed.token_ids)], now)
+            sample.count_step(len(verdict.tree), num_shown - 1)
+            self.counters.count_accepted(num_shown - 1)
             if request.is_finished:
                 self._retire(sample)
+            elif verdict.error is not None:
+                self._end_with_error(request, verdict.error)
         return list(touched.values())
 
-    def _show(self, sample: Sample, token_ids: list[int], drawn: Sampled, now: float) -> None:
-        """Make tokens visible, up to the one that completes a stop string."""
+    def _show(self, sample: Sample, drawn: Sequence[Sampled], now: float) -> int:
+        """Make tokens visible, up to the one that completes a stop string; how many."""
         request = sample.request
-        shown = request.num_output_tokens - len(token_ids)
-        for token_id in token_ids:
-            shown += 1
-            may_stop = shown > request.params.min_tokens
-            stop = sample.add_token(token_id, drawn.logprobs, now, may_stop=may_stop)
+        before = request.num_output_tokens - len(drawn)
+        for count, token in enumerate(drawn, 1):
+            may_stop = before + count > request.params.min_tokens
+            stop = sample.add_token(token.token_id, token.logprobs, now, may_stop=may_stop)
             self.counters.num_generated_tokens += 1
             if stop is not None:
-                self.scheduler.finish(request, "stop", stop, num_output_tokens=shown)
-                return
+                self.scheduler.finish(request, "stop", stop, num_output_tokens=before + count)
+                return count
+        return len(drawn)
 
     def _retire(self, sample: Sample) -> None:
         sample.finish(time.monotonic())
@@ -228,6 +233,7 @@ class Engine:
         self.counters.num_cached_prompt_tokens += request.num_cached_tokens
         self.counters.num_preemptions += request.num_preemptions
         self.sampler.forget(request.request_id)
+        self.speculator.forget(request)
         del self._samples[request.request_id]
 
     def _drop(self, group: RequestGroup) -> None:
@@ -252,12 +258,43 @@ class Engine:
             known[first + 1 : first + 1 + len(found)] = found
             group.prompt_logprobs = known
 
-    def _count(self, step: ScheduledStep, plan: _Plan, seconds: float) -> None:
+    def _count(self, step: ScheduledStep, plan: StepPlan, seconds: float) -> None:
         counters = self.counters
         counters.num_target_steps += 1
         counters.num_target_rows += step.num_tokens
-        counters.num_sampled_positions += len(plan.sample_rows)
+        for verdict in plan.verdicts:
+            counters.num_verifications += 1 if verdict.drawn else 0
+            if len(verdict.tree):
+                counters.num_drafts += 1
+                counters.num_draft_tokens += len(verdict.tree)
+                counters.num_target_rows += len(verdict.tree)
         counters.step_time_s += seconds
+
+    def _learn(self, step: ScheduledStep, plan: StepPlan, drafts: Drafts, seconds: float) -> None:
+        """Tell the tuner and the drafters what the step was and what came of it."""
+        if not self.speculator.active:
+            return
+        draft_s = sum(drafts.seconds.values())
+        self.counters.draft_time_s += draft_s
+        decoding = plan.verdicts[: step.num_decoding]
+        num_nodes = sum(len(verdict.tree) for verdict in decoding)
+        record = StepRecord(
+            num_rows=step.num_tokens + num_nodes,
+            num_decoding=step.num_decoding,
+            num_nodes=num_nodes,
+            num_context=drafts.num_context,
+            num_tokens=sum(len(verdict.drawn) for verdict in decoding),
+            draft_s=drafts.seconds,
+            target_s=seconds - draft_s,
+            drafted=drafts.sizes,
+            verified=[
+                Verified(v.rows.request.request_id, v.draft_plan, v.tree, v.accepted)
+                for v in decoding
+                if v.draft_plan is not None and len(v.tree)
+            ],
+        )
+        going = [v.rows.request for v in plan.verdicts if v.drawn]
+        self.speculator.observe(record, [r for r in going if not r.is_finished])
 
     def _add_sample(
         self, group: RequestGroup, params: SamplingParams, seed: int, bad_words: list[list[int]]

@@ -127,6 +127,8 @@ class LLM:
             "num_generated_tokens": counters.num_generated_tokens,
             "num_target_steps": counters.num_target_steps,
             "num_target_rows": counters.num_target_rows,
+            "num_verifications": counters.num_verifications,
+            "num_drafts": counters.num_drafts,
             "num_draft_tokens": counters.num_draft_tokens,
             "num_accepted_draft_tokens": counters.num_accepted_draft_tokens,
             "acceptance_length": counters.acceptance_length,

@@ -47,6 +47,56 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationMetrics:
+    """What speculation did for one sample, under vLLM's names and, as properties, SGLang's.
+
+    ``acceptance_histogram[a]`` counts the steps that committed ``a`` draft tokens, so its sum is the number of steps
+    and the sum of ``a`` times its bin the number of accepted draft tokens. A step is one in which the sample got
+    tokens, drafted or not.
+    """
+
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    acceptance_histogram: tuple[int, ...]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens of a step, the bonus token included: completion tokens / steps."""
+        steps = self.num_spec_steps
+        return (steps + self.num_accepted_draft_tokens) / steps if steps else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted of the draft tokens verified, the bonus token not included."""
+        return self.num_accepted_draft_tokens / max(self.num_draft_tokens, 1)
+
+    @property
+    def spec_accept_length(self) -> float:
+        return self.mean_acceptance_length
+
+    @property
+    def spec_accept_rate(self) -> float:
+        return self.draft_acceptance_rate
+
+    @property
+    def spec_verify_ct(self) -> int:
+        return self.num_spec_steps
+
+    @property
+    def spec_num_correct_drafts(self) -> int:
+        return self.num_accepted_draft_tokens
+
+    @property
+    def spec_num_proposed_drafts(self) -> int:
+        return self.num_draft_tokens
+
+    @property
+    def spec_correct_drafts_histogram(self) -> tuple[int, ...]:
+        return self.acceptance_histogram
+
+
+@dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times of a request in seconds of ``time.monotonic``; None where it has not happened."""
 
@@ -54,6 +104,7 @@ class RequestMetrics:
     first_token_time: float | None
     finished_time: float | None
     num_preemptions: int = 0
+    speculative_decoding: SpeculationMetrics | None = None
 
 
 @dataclass(frozen=True, slots=True)

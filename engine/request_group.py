@@ -14,6 +14,7 @@ from engine.outputs import (
     LogprobsAt,
     RequestMetrics,
     RequestOutput,
+    SpeculationMetrics,
 )
 from engine.request import Request
 
@@ -29,6 +30,21 @@ class Sample:
     cumulative_logprob: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+
+    def count_step(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """A step has committed tokens, ``num_accepted`` of them drafted."""
+        self.num_draft_tokens += num_draft_tokens
+        histogram = self.acceptance_histogram
+        while len(histogram) <= num_accepted:
+            histogram.append(0)
+        histogram[num_accepted] += 1
+
+    def speculation(self) -> SpeculationMetrics:
+        histogram = tuple(self.acceptance_histogram)
+        accepted = sum(num * count for num, count in enumerate(histogram))
+        return SpeculationMetrics(sum(histogram), self.num_draft_tokens, accepted, histogram)
 
     def add_token(
         self, token_id: int, logprobs: LogprobsAt | None, now: float, *, may_stop: bool
@@ -102,6 +118,7 @@ class RequestGroup:
                     s.first_token_time,
                     s.finished_time,
                     s.request.num_preemptions,
+                    s.speculation(),
                 )
                 for s in self.samples
             ],

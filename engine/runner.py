@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.batch import PAGE, ForwardBatch
 from engine.models.decoder import Decoder, ForwardOutput
 from engine.scheduler import ScheduledRows
+from engine.spec.tree import DraftTree
 
 _MAX_CACHED_BATCHES = 512
 
@@ -28,6 +29,8 @@ class _Staging(NamedTuple):
     row_start: Any  # [max sequences + 1]
     page_table: Any  # [max sequences, pages]
     logit_rows: Any  # [max rows]
+    tail_start: Any  # [max rows + 1]
+    tail_slots: Any  # [tail entries], grown when a step has more
 
 
 class ModelRunner:
@@ -63,22 +66,52 @@ class ModelRunner:
             row_start=torch.zeros(max_seqs + 1, dtype=torch.int32),
             page_table=torch.zeros((max_seqs, max_pages), dtype=torch.int32),
             logit_rows=torch.zeros(max_rows, dtype=torch.int32),
+            tail_start=torch.zeros(max_rows + 1, dtype=torch.int32),
+            tail_slots=torch.zeros(0, dtype=torch.int32),
         )
         self._staging = _Staging(*(tensor.numpy() for tensor in self._tensors))
-        self._tail_start = torch.zeros(max_rows + 1, dtype=torch.int32)
-        self._no_tail = torch.zeros(0, dtype=torch.int32)
-        self._batches: dict[tuple[int, int, int], ForwardBatch] = {}
+        self._batches: dict[tuple[int, int, int, int], ForwardBatch] = {}
 
-    def forward(self, rows: Sequence[ScheduledRows], logit_rows: Sequence[int]) -> ForwardOutput:
-        """Run the target over the rows of a step; logits of the rows numbered in ``logit_rows``."""
-        return self.decoder.forward(self._build(rows, logit_rows))
+    def forward(
+        self,
+        rows: Sequence[ScheduledRows],
+        logit_rows: Sequence[int],
+        trees: Sequence[DraftTree] = (),
+        *,
+        tap_layers: tuple[int, ...] = (),
+        want_hidden: bool = False,
+    ) -> tuple[ForwardBatch, ForwardOutput]:
+        """Run the target over the rows of a step, each followed by the nodes of its tree.
 
-    def _build(self, rows: Sequence[ScheduledRows], logit_rows: Sequence[int]) -> ForwardBatch:
+        Args:
+            rows: what was scheduled.
+            logit_rows: numbers of the rows, nodes counted, whose logits are wanted.
+            trees: of the first rows, those of decoding requests; at most ``num_tree_nodes`` nodes each.
+            tap_layers, want_hidden: as ``Decoder.forward``.
+
+        Returns:
+            what was run, and its results; both are valid until the next forward.
+        """
+        batch = self._build(rows, logit_rows, trees)
+        output = self.decoder.forward(batch, tap_layers=tap_layers, want_hidden=want_hidden)
+        return batch, output
+
+    def move_kv(self, source: Tensor, target: Tensor) -> None:
+        """Keys and values of slots ``source`` [n] int32 to ``target``; all are read before any is written."""
+        self.decoder.ops.kv_move(self.kv_cache, source, target)
+
+    def _build(
+        self,
+        rows: Sequence[ScheduledRows],
+        logit_rows: Sequence[int],
+        trees: Sequence[DraftTree],
+    ) -> ForwardBatch:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         starts = [0]
         staging = self._staging
+        tails = _Tails()
         for s, part in enumerate(rows):
             request, start, end = part.request, part.start, part.end
             pages = request.pages
@@ -90,6 +123,14 @@ class ModelRunner:
                 token_ids += request.token_ids[start:end]
                 positions += range(start, end)
                 slots += [pages[p // PAGE] * PAGE + p % PAGE for p in range(start, end)]
+            if s < len(trees) and len(trees[s]):
+                tree = trees[s]
+                assert len(tree) <= part.num_tree_nodes, (part, tree)
+                tails.add(tree, end, pages, row=len(positions))
+                token_ids += tree.token_ids
+                positions += [end - 1 + depth for depth in tree.depths]
+                slots += [pages[p // PAGE] * PAGE + p % PAGE for p in range(end, end + len(tree))]
+                end += tree.chain_len
             starts.append(len(positions))
             needed = (end + PAGE - 1) // PAGE
             staging.page_table[s, :needed] = pages[:needed]
@@ -97,13 +138,31 @@ class ModelRunner:
         staged = staging.rows
         staged[0, :count], staged[1, :count], staged[2, :count] = token_ids, positions, slots
         staged[3, :count] = staged[1, :count] + 1
+        self._stage_tails(tails, count)
         staging.row_start[: seqs + 1] = starts
         staging.logit_rows[:num_logits] = logit_rows
-        return self._batch(count, seqs, num_logits)
+        return self._batch(count, seqs, num_logits, len(tails.slots))
 
-    def _batch(self, count: int, seqs: int, num_logits: int) -> ForwardBatch:
+    def _stage_tails(self, tails: _Tails, count: int) -> None:
+        staging = self._staging
+        staging.tail_start[: count + 1] = 0
+        if not tails.slots:
+            return
+        num_slots = len(tails.slots)
+        if num_slots > staging.tail_slots.shape[0]:
+            self._batches.clear()
+            tensor = torch.zeros(2 * num_slots, dtype=torch.int32)
+            self._tensors = self._tensors._replace(tail_slots=tensor)
+            self._staging = staging = staging._replace(tail_slots=tensor.numpy())
+        staging.tail_slots[:num_slots] = tails.slots
+        for row, ctx_len, num_tail in tails.rows:
+            staging.rows[3, row] = ctx_len
+            staging.tail_start[row + 1] = num_tail
+        np.cumsum(staging.tail_start[: count + 1], out=staging.tail_start[: count + 1])
+
+    def _batch(self, count: int, seqs: int, num_logits: int, num_tail: int) -> ForwardBatch:
         """The batch of that shape over the staging buffers; made once, since views cost more than filling them."""
-        key = (count, seqs, num_logits)
+        key = (count, seqs, num_logits, num_tail)
         batch = self._batches.get(key)
         if batch is None:
             if len(self._batches) >= _MAX_CACHED_BATCHES:
@@ -116,11 +175,30 @@ class ModelRunner:
                 row_start=tensors.row_start[: seqs + 1],
                 page_table=tensors.page_table[:seqs],
                 ctx_len=tensors.rows[3, :count],
-                tail_start=self._tail_start[: count + 1],
-                tail_slots=self._no_tail,
+                tail_start=tensors.tail_start[: count + 1],
+                tail_slots=tensors.tail_slots[:num_tail],
                 logit_rows=tensors.logit_rows[:num_logits],
             )
         return batch
+
+
+class _Tails:
+    """Rows of a step that read ancestors by slot.
+
+    Nodes that are a chain from the root lie where their positions are, so they are read as a prefill is, through
+    the page table; the bits are the same either way.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.rows: list[tuple[int, int, int]] = []  # row, ctx_len, tail entries
+
+    def add(self, tree: DraftTree, end: int, pages: Sequence[int], row: int) -> None:
+        for node in range(tree.chain_len, len(tree)):
+            line = tree.ancestors(node)
+            at = [end + ancestor for ancestor in line]
+            self.slots += [pages[p // PAGE] * PAGE + p % PAGE for p in at]
+            self.rows.append((row + node, end, len(line)))
 
 
 def _empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

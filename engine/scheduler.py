@@ -1,10 +1,9 @@
 """Which rows run in the next step, and what a step's outcome does to the requests.
 
-Owns the queue, the running requests and the token budget. Does not know tensors, sampling, drafters
-or text; pages are KVCache's. Continuous batching with chunked prefill, first come first served:
-decoding requests first, then prefill in chunks, then new requests while rows and pages last. Under
-page pressure tree nodes shrink first; then the request that came last is preempted: it loses its
-pages, keeps its tokens, and waits in front to be recomputed.
+Owns the queue, the running requests and the token budget. Does not know tensors, sampling, drafters or text;
+pages are KVCache's. Continuous batching with chunked prefill, first come first served: decoding requests first,
+then prefill in chunks, then new requests while rows and pages last. Under page pressure tree nodes shrink first;
+then the request that came last is preempted: it loses its pages, keeps its tokens, and waits in front.
 
 Invariants: running requests came before waiting ones, so the oldest can take pages from all others
 and always advances (no livelock); at most one step is in flight, and until it is committed or
@@ -70,8 +69,7 @@ class Committed:
 
 
 class Scheduler:
-    """Decides each step. One thread; between ``schedule`` and ``commit`` or ``fail`` only add,
-    abort, finish.
+    """Decides each step. One thread; a step in flight allows add, abort and finish only.
 
     Args:
         kv: the cache whose pages are given out.
@@ -87,8 +85,8 @@ class Scheduler:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens must be at least max_num_seqs ({max_num_seqs}), so that "
-                f"all running requests can decode in one step; got {max_num_batched_tokens}"
+                f"max_num_batched_tokens must be at least max_num_seqs ({max_num_seqs}), so that all "
+                f"running requests can decode in one step; got {max_num_batched_tokens}"
             )
         self.kv = kv
         self.max_num_seqs = max_num_seqs
@@ -148,9 +146,8 @@ class Scheduler:
     ) -> None:
         """End a request from above: a stop string in what ``commit`` returned, an error.
 
-        Keeps its first ``num_output_tokens``. A stop counts also where a limit behind it has ended
-        the request already. Pages in use by a step in flight are kept until that has ended.
-        """
+        Keeps its first ``num_output_tokens``. A stop counts also where a limit behind it has ended the
+        request already. Pages in use by a step in flight are kept until that has ended."""
         if num_output_tokens is not None:
             request.truncate_output(num_output_tokens)
         was_waiting = request.status is RequestStatus.WAITING
@@ -179,9 +176,14 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_decoding(self) -> int:
-        """Running requests past their prefill: the number that decides about speculation."""
-        return sum(1 for request in self._running if request.is_decoding)
+    def has_prefill(self) -> bool:
+        """Whether others than decoding requests want rows of the next step."""
+        return bool(self._waiting) or not all(request.is_decoding for request in self._running)
+
+    @property
+    def decoding(self) -> list[Request]:
+        """Running requests past their prefill: they alone count when speculation is decided."""
+        return [request for request in self._running if request.is_decoding]
 
     # ---- a step
 
@@ -189,7 +191,7 @@ class Scheduler:
         """Choose the rows of the next step; without rows there is nothing to do or to commit."""
         assert self._in_flight is None, "schedule() before the last step was committed or failed"
         self._drop_finished()
-        decoding = [request for request in self._running if request.is_decoding]
+        decoding = self.decoding
         num_rows = self.max_num_batched_tokens - len(decoding)
         num_nodes = self._num_nodes(decoding, num_rows)
         num_rows -= num_nodes
@@ -283,7 +285,7 @@ class Scheduler:
     # ---- inside
 
     def _num_nodes(self, decoding: list[Request], num_rows: int) -> int:
-        """Rows set aside for tree nodes: as asked for, but half at most while prefill has work."""
+        """Rows set aside for tree nodes: as asked for, half at most while prefill has work."""
         num_asked = sum(request.num_tree_nodes for request in decoding)
         if num_asked and (self._waiting or len(decoding) < len(self._running)):
             num_rows //= 2

@@ -69,7 +69,7 @@ def test_num_decoding_leaves_out_prefill():
     counts = []
     for _ in range(6):
         step = scheduler.schedule()
-        counts.append((step.num_decoding, scheduler.num_decoding, scheduler.num_running))
+        counts.append((step.num_decoding, len(scheduler.decoding), scheduler.num_running))
         scheduler.commit(step, {r.request.request_id: [7] for r in step.rows if r.samples})
     assert counts == [(0, 0, 2), (1, 1, 2), (1, 1, 2), (1, 1, 2), (1, 1, 2), (2, 2, 2)]
 
