@@ -1,9 +1,10 @@
 """The one sampler: from logits rows to tokens, for plain decoding and for every node of a token tree alike.
 
 The draw itself is ``ops.sample`` (Gumbel-max with counter-based noise, defined in ``ops/reference.py``): a pure
-function of the seed, the position and the text before it. This file owns what comes before the draw (allowed
+function of the seed, the position and the text before it. This file owns what comes before the draw (grammar, allowed
 and bad words, bias, min_tokens, the user's processors, penalties: all recomputed from the text before each
-position, so that a position inside a speculated run is treated as any other) and the log-probabilities after it.
+position, so that a position inside a speculated run is treated as any other; what a grammar allows, it asks of
+``grammar.py``) and the log-probabilities after it.
 It does not know why a row is asked for. Invariant: what a row gets depends on its own logits, its request's
 parameters and the text before it, and on nothing else in the batch.
 """
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.grammar import GrammarError, Grammars, Matcher
 from engine.ops import Ops
 from engine.ops.reference import kept_mask
 from engine.outputs import Logprob, LogprobsAt
@@ -68,6 +70,7 @@ class _Rules:
     end_ids: Tensor | None  # forbidden before min_tokens
     processors: tuple[tuple[object, bool], ...]  # callable, whether it takes the prompt too
     penalised: bool
+    matcher: Matcher | None  # of structured_outputs
 
     @property
     def any(self) -> bool:
@@ -78,6 +81,7 @@ class _Rules:
             or bool(self.bad_words)
             or bool(self.processors)
             or self.penalised
+            or self.matcher is not None
         )
 
 
@@ -91,6 +95,7 @@ class Sampler:
         decode: text of a token id, for ``Logprob.decoded_token``; None where there is no tokenizer.
         processed_logprobs: report log-probabilities after bias, penalties, temperature and top-k/p instead of
             those of the model itself.
+        grammars: for ``structured_outputs``; None where there is no tokenizer.
     """
 
     def __init__(
@@ -101,11 +106,13 @@ class Sampler:
         max_rows: int,
         decode: Callable[[int], str] | None = None,
         processed_logprobs: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         self._ops = ops
         self._decode = (lambda token_id: None) if decode is None else functools.cache(decode)
         self._vocab_size = vocab_size
         self._processed = processed_logprobs
+        self._grammars = grammars
         self._rules: dict[str, _Rules] = {}
         self._floats = torch.empty((3, max_rows), dtype=torch.float32)  # temperature, top_p, min_p
         self._ints = torch.empty((3, max_rows), dtype=torch.int32)  # top_k, position, token
@@ -118,7 +125,7 @@ class Sampler:
     def admit(self, request: Request, bad_words: Sequence[Sequence[int]] = ()) -> None:
         """Make ready the rules of a request. ``bad_words``: token id sequences that must not appear.
 
-        Raises ValueError for token ids outside the vocabulary.
+        Raises ValueError for token ids outside the vocabulary and for a grammar that cannot be used.
         """
         self._rules[request.request_id] = self._compile(request, bad_words)
 
@@ -197,7 +204,20 @@ class Sampler:
             end_ids = torch.tensor(sorted(ends), dtype=torch.int64) if ends else None
         processors = tuple((p, _takes_prompt(p)) for p in params.logits_processors or ())
         words = tuple(tuple(w) for w in bad_words)
-        return _Rules(forbidden, words, bias_ids, bias, end_ids, processors, params.needs_history)
+        matcher = self._matcher(request)
+        return _Rules(
+            forbidden, words, bias_ids, bias, end_ids, processors, params.needs_history, matcher
+        )
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        structure = request.params.structure
+        if structure is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("structured_outputs is about text, but the model has no tokenizer")
+        return self._grammars.matcher(
+            structure, request.eos_token_ids, request.params.stop_token_ids or ()
+        )
 
     def _ids(self, name: str, token_ids: Sequence[int]) -> Tensor:
         for token_id in token_ids:
@@ -208,9 +228,15 @@ class Sampler:
         return torch.tensor(token_ids, dtype=torch.int64)
 
     def _apply_rules(self, logits: Tensor, row: SampleRow, rules: _Rules) -> None:
-        """In vLLM's order: allowed, bad words, min_tokens, bias, processors, penalties."""
+        """In vLLM's order: grammar, allowed, bad words, min_tokens, bias, processors, penalties.
+
+        The grammar's word is repeated behind the processors: what they write over the logits cannot break a text.
+        """
         params = row.request.params
         output = row.output_token_ids()
+        outside = _outside_grammar(rules.matcher, output, len(row.path))
+        if outside is not None:
+            logits.masked_fill_(outside, NEG_INF)
         if rules.forbidden is not None:
             logits.masked_fill_(rules.forbidden, NEG_INF)
         if rules.bad_words:
@@ -224,12 +250,14 @@ class Sampler:
             logits.index_add_(0, rules.bias_ids, rules.bias)
         for processor, takes_prompt in rules.processors:
             _run_processor(processor, takes_prompt, row, output, logits)
+        if rules.processors and outside is not None:
+            logits.masked_fill_(outside, NEG_INF)
         if rules.penalised:
             _penalise(logits, row.request.prompt_token_ids, output, params)
         if bool((logits == NEG_INF).all()):
             raise RowError(
-                "no token may follow: allowed_token_ids, bad_words, min_tokens, logit_bias and "
-                "logits_processors together forbid the whole vocabulary; relax one of them",
+                "no token may follow: structured_outputs, allowed_token_ids, bad_words, min_tokens, "
+                "logit_bias and logits_processors together forbid the whole vocabulary; relax one of them",
             )
 
     def _raw_logprob_sources(
@@ -274,6 +302,19 @@ class Sampler:
                     entry = Logprob(v - log_sum_exp, place + 1, self._decode(token))
                     result.setdefault(token, entry)
         return result
+
+
+def _outside_grammar(
+    matcher: Matcher | None, output: Sequence[int], path_len: int
+) -> Tensor | None:
+    """bool [V], or None where everything may follow."""
+    if matcher is None:
+        return None
+    try:
+        forbidden = matcher.forbidden(output, len(output) - path_len)
+    except GrammarError as error:
+        raise RowError(str(error)) from error
+    return None if forbidden is None else torch.from_numpy(forbidden)
 
 
 def _penalise(

@@ -8,6 +8,7 @@ so that asking for it raises. Knows nothing of tokenizers or vocabularies: check
 from __future__ import annotations
 
 import difflib
+import json as jsonlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,65 @@ LogitsProcessor = Callable[..., Any]
 MAX_LOGPROBS = 100
 _INT32 = 2**31 - 1
 _LEAST_TEMPERATURE = 1e-5  # below it logits / temperature overflows; it counts as 0, as in vLLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the text must be, from its first token to its last: exactly one of json, regex, choice, grammar, json_object.
+
+    Args:
+        json: a JSON schema, as a dict or as text. Held as text.
+        regex: what the whole text must match, in the syntax of Rust's regex: no look-around, no back-references.
+        choice: the texts, one of which it must be.
+        grammar: a grammar in Lark or GBNF syntax; its start rule is ``start`` or ``root``.
+        json_object: True: any JSON object.
+        disable_any_whitespace: no whitespace between the parts of JSON; for ``json`` and ``json_object``.
+
+    Raises:
+        ValueError: names the argument, what came, and what is accepted. Whether a schema, an expression or a grammar
+            can be compiled is seen when a request is admitted.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    def __new__(cls, *args: Any, **given: Any) -> StructuredOutputsParams:
+        """Refuse names that do not exist, by name."""
+        _refuse_unknown("structured_outputs field", [field.name for field in fields(cls)], given)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check every field and put it into its plain, immutable form."""
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name) or False, bool):
+                raise ValueError(
+                    f"structured_outputs.{name} must be True or False, got {getattr(self, name)!r}"
+                )
+        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            came = " and ".join(given) or "none of them"
+            raise ValueError(
+                f"structured_outputs takes exactly one of {', '.join(kinds)}, got {came}"
+            )
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and text):
+                raise ValueError(f"structured_outputs.{name} must be non-empty text, got {text!r}")
+        if self.choice is not None:
+            texts = self.choice if isinstance(self.choice, (list, tuple)) else ()
+            if not texts or not all(isinstance(text, str) and text for text in texts):
+                raise ValueError(
+                    "structured_outputs.choice must be a list of non-empty strings, at least one, "
+                    f"got {self.choice!r}"
+                )
+            object.__setattr__(self, "choice", tuple(texts))
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +105,13 @@ class SamplingParams:
         bad_words: texts whose own token sequences (at the start of a text and after a space) are not sampled; a
             text that other tokens spell is not caught.
         allowed_token_ids: the only tokens that may appear.
-        logits_processors: called in order on the logits of every sampled position.
+        logits_processors: called in order on the logits of every sampled position; with speculation also on
+            positions of drafts that are then not accepted, so they must not count their calls.
+        speculation: False never speculates for this request, a number allows at most that many draft tokens a
+            step. The tokens are the same either way.
+        structured_outputs: what the text must be, or a dict of those fields. End-of-sequence and stop tokens are then
+            sampled only where the text is complete, and nothing else where it cannot go on. Behind an end that
+            ``ignore_eos`` ignores, all is allowed, as in vLLM.
 
     Raises:
         ValueError: names the argument, what came, and what is accepted.
@@ -73,15 +139,12 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
     skip_special_tokens: bool = True
+    speculation: bool | int = True
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
         """Refuse names that do not exist, by name: the generated ``__init__`` would raise TypeError."""
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-                raise ValueError(f"unknown sampling parameter {name}={given[name]!r}; {hint}")
+        _refuse_unknown("sampling parameter", [field.name for field in fields(cls)], given)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -99,6 +162,9 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
             )
+        if not isinstance(self.speculation, bool):
+            self._integer("speculation", 0, _INT32)
+            self._set("speculation", self.speculation or False)
         self._integer("seed", 0, 2**63 - 1, optional=True)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
@@ -121,6 +187,7 @@ class SamplingParams:
         if not all(callable(p) for p in processors or ()):
             raise ValueError("logits_processors must be a list of callables (token_ids, logits)")
         self._set("logits_processors", processors or ())
+        self._structure()
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -170,10 +237,25 @@ class SamplingParams:
         }
         self._set("logit_bias", biases)
 
+    def _structure(self) -> None:
+        value = self.structured_outputs
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            self._set("structured_outputs", StructuredOutputsParams(**value))
+        elif value is not None and not isinstance(value, StructuredOutputsParams):
+            raise ValueError(
+                "structured_outputs must be StructuredOutputsParams or a dict of its fields, "
+                f"got {value!r}"
+            )
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` in its checked form."""
         return self.stop  # type: ignore[return-value]  # a tuple since _check
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """``structured_outputs`` in its checked form."""
+        return self.structured_outputs  # type: ignore[return-value]  # no mapping since _structure
 
     @property
     def needs_history(self) -> bool:
@@ -183,6 +265,26 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+
+def _refuse_unknown(kind: str, known: Sequence[str], given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+            raise ValueError(f"unknown {kind} {name}={given[name]!r}; {hint}")
+
+
+def _schema_text(schema: Any) -> str:
+    """A JSON schema as text, its keys in the order given: that is the order of what is generated."""
+    try:
+        parsed = jsonlib.loads(schema) if isinstance(schema, str) else dict(schema)
+        text = jsonlib.dumps(parsed, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"structured_outputs.json is no JSON: {error}; got {schema!r}") from error
+    if not isinstance(parsed, Mapping):
+        raise ValueError(f"structured_outputs.json must be an object (a schema), got {schema!r}")
+    return text
 
 
 def _as_int(name: str, value: Any, low: int, high: int) -> int:

@@ -36,6 +36,7 @@ LAYERS: dict[str, int] = {
     "engine.ops": 2,
     "engine.ops.*": 2,
     "engine.tokenizer": 2,
+    "engine.grammar": 2,
     "engine.chat_template": 2,
     "engine.prompts": 2,
     "engine.output_text": 2,
@@ -85,6 +86,7 @@ TORCH_FREE_BELOW = 2  # layers 0 and 1: the control plane has no tensors
 CONFINED: dict[str, tuple[str, ...]] = {
     "engine.ops._native": ("engine.ops.native",),
     "engine.spec._suffix": ("engine.spec.suffix",),
+    "llguidance": ("engine.grammar",),
     "triton": ("engine.ops.triton_kernels.*",),
     "cuda": ("engine.ops.cuda", "engine.weights"),
     "flashinfer": ("engine.ops.flashinfer",),
