@@ -23,8 +23,10 @@ from engine.models.loader import open_checkpoint
 from engine.ops import Ops, resolve_ops
 from engine.request import Request
 from engine.sampler import RowError, Sampled, Sampler, SampleRow
+from engine.speculation import Speculator
 from engine.tokenizer import Tokenizer
 from tests.conftest import VOCAB_SIZE
+from tests.spec.chaos import ChaosTuner, RandomTrees
 
 pytest.importorskip(
     "llguidance", reason="structured outputs need: pip install 'tlt-engine[grammar]'"
@@ -362,6 +364,38 @@ def test_samples_do_not_depend_on_the_batch_or_on_preemption(
     assert [o.outputs[0].token_ids for o in outputs] == alone
     assert tight.stats()["num_preemptions"] > 0
     assert not tight.engine.sampler._rules
+
+
+def test_speculation_changes_no_bit(tiny_llama_dir: Path, llm: LLM) -> None:
+    """Random trees, true for a while, over constrained and free requests; ends inside trees, ignored ends as well.
+
+    Catches a matcher that stays where a rejected node left it.
+    """
+    structures: list[Any] = [{"json": JSON_SCHEMA}, {"regex": "[a-z ]{30}"}, None]
+    structures += [{"choice": CHOICES}, {"json_object": True}]
+    params = [
+        SamplingParams(
+            max_tokens=60,
+            seed=i,
+            structured_outputs=structures[i % 5],
+            ignore_eos=i % 3 == 0,
+            logprobs=2,
+            stop_token_ids=[257] if i % 2 else None,
+        )
+        for i in range(15)
+    ]
+    alone = [llm.generate("go", p)[0] for p in params]
+    records = {(tuple(o.prompt_token_ids), i): o.outputs[0].token_ids for i, o in enumerate(alone)}
+    fast = LLM(str(tiny_llama_dir), kv_cache_bytes=1 << 19, num_threads=1, max_num_seqs=6)
+    for seed, truth in enumerate((0.5, 0.9, 1.0)):
+        tuner = ChaosTuner(["chaos"], max_depth=6, max_nodes=10, seed=seed)
+        drafter = RandomTrees(records, truth, VOCAB_SIZE, seed)
+        fast.engine.speculator = Speculator([drafter], tuner, vocab_size=VOCAB_SIZE)
+        outputs = fast.generate(["go"] * len(params), params, use_tqdm=False)
+        for got, want in zip(outputs, alone, strict=True):
+            assert got.outputs == want.outputs
+        accepted = [v.accepted for record in tuner.records for v in record.verified]
+        assert sum(map(len, accepted)) > 50
 
 
 def test_ends(llm: LLM) -> None:
