@@ -308,6 +308,22 @@ def test_behind_an_end_all_is_allowed(grammars: Grammars) -> None:
     assert allowed(matcher, [64], 1) == {EOS, 257}
 
 
+def test_an_end_that_is_text_as_well_is_an_end(grammars: Grammars) -> None:
+    matcher = start(grammars, eos=[65], regex="[ab]+")
+    assert allowed(matcher, []) == {64}
+    assert allowed(matcher, [64]) == {64, 65}
+    assert matcher.forbidden([64, 65, 80], 3) is None
+
+
+def test_an_id_without_text_is_not_followed(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """The first of them is the end that the library was told of: it must not take it from a drafter."""
+    matcher = start(grammars, regex="a")
+    for token in (tokenizer.vocab_size, VOCAB_SIZE - 1):
+        assert matcher.forbidden([64, token], 0) is None
+        assert allowed(matcher, [64], 0) == {EOS}
+        assert allowed(matcher, [], 0) == {64}
+
+
 def texts(llm: LLM, structured_outputs: Any, **params: Any) -> list[str]:
     params = {"max_tokens": 200, "n": 8, "seed": 0, "temperature": 1.5, **params}
     output = llm.generate("go", SamplingParams(structured_outputs=structured_outputs, **params))
