@@ -1,4 +1,4 @@
-"""The ``tlt`` command: demo, generate, bench, explain.
+"""The ``tlt`` command: demo, generate, bench, check, explain.
 
 Owns the words of the command line. What each command does lives in its own module, imported when it is called, so
 that ``tlt --help`` is quick. Invariant: bad input ends in one line on stderr and exit status 2, never a traceback.
@@ -14,6 +14,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+
+from engine.check_lossless import add_parser as add_check
+from engine.check_lossless import run_check
+from engine.drafter_cli import add_commands as add_drafter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tlt", description="An inference engine for adaptive speculative decoding in RL."
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    add_drafter(commands)
     demo = commands.add_parser(
         "demo", help="8 prompts x 4 samples with a long tail, timed and drawn"
     )
@@ -61,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="one JSON line a prompt")
     generate.set_defaults(run=_generate)
     commands.add_parser("bench", help="measure; see tlt bench --help", add_help=False)
+    add_check(commands, _add_engine_options).set_defaults(run=_check)
     explain = commands.add_parser("explain", help="which backend runs each op, and why")
     _add_ops_options(explain)
     explain.set_defaults(run=_explain)
@@ -135,6 +141,10 @@ def _generate(options: argparse.Namespace) -> int:
             print(f"--- {prompt} [{completion.index}, {completion.finish_reason}]")
             print(completion.text)
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    return run_check(_engine_arguments(options), options)
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -50,6 +50,10 @@ LAYERS: dict[str, int] = {
     "engine.weights": 4,
     "engine.spec.suffix": 4,
     "engine.spec.eagle": 4,
+    "engine.spec.eagle_batch": 4,
+    "engine.spec.eagle_cache": 4,
+    "engine.spec.eagle_draws": 4,
+    "engine.spec.eagle_tree": 1,
     "engine.engine": 5,
     "engine.assembly": 5,
     "engine.llm": 6,
@@ -60,6 +64,8 @@ LAYERS: dict[str, int] = {
     "bench": 7,
     "bench.*": 7,
     "engine.demo": 8,  # shows bench's workload and ceilings
+    "engine.check_lossless": 8,
+    "engine.drafter_cli": 7,
     "engine.cli": 8,
     "tlt_train.config": 0,
     "tlt_train.buffer": 1,
@@ -98,7 +104,15 @@ CONFINED: dict[str, tuple[str, ...]] = {
     "llama_cpp": ("bench.*",),
 }
 
-PRINTS = ("engine.cli", "engine.demo", "bench", "bench.*", "tlt_train.cli")
+PRINTS = (
+    "engine.cli",
+    "engine.check_lossless",
+    "engine.demo",
+    "engine.drafter_cli",
+    "bench",
+    "bench.*",
+    "tlt_train.cli",
+)
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without its docstring
 
