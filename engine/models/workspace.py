@@ -69,7 +69,7 @@ class Workspace:
 
     def rows(self, num_rows: int) -> Views:
         """Activations of ``num_rows`` rows."""
-        return _cached(self._views, num_rows, self._make_views)
+        return cached(self._views, num_rows, self._make_views)
 
     def _make_views(self, num_rows: int) -> Views:
         assert 0 < num_rows <= self._max_rows, f"{num_rows} rows, made for {self._max_rows}"
@@ -98,21 +98,21 @@ class Workspace:
             capacity = min(max(num_rows, 2 * self._logits.shape[0]), max(self._max_rows, num_rows))
             self._logit_views.clear()
             self._logits = torch.empty(capacity, self._config.vocab_size)
-        return _cached(self._logit_views, num_rows, lambda rows: self._logits[:rows])
+        return cached(self._logit_views, num_rows, lambda rows: self._logits[:rows])
 
     def taps(self, num_rows: int, num_taps: int) -> tuple[Tensor, ...]:
         """[num_rows, num_taps, H], followed by each of its taps alone, [num_rows, H]."""
         if num_taps != self._taps.shape[1]:
             self._tap_views.clear()
             self._taps = torch.empty(self._max_rows, num_taps, self._config.hidden_size)
-        return _cached(self._tap_views, (num_rows, num_taps), self._make_tap_views)
+        return cached(self._tap_views, (num_rows, num_taps), self._make_tap_views)
 
     def _make_tap_views(self, key: tuple[int, int]) -> tuple[Tensor, ...]:
         taps = self._taps[: key[0]]
         return taps, *taps.unbind(1)
 
 
-def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[K], V]) -> V:
+def cached(cache: OrderedDict[K, V], key: K, make: Callable[[K], V]) -> V:
     """The value of a key, made on a miss; the least recently used goes when there are too many."""
     value = cache.get(key)
     if value is None:
