@@ -19,7 +19,7 @@ help:
 	@echo "make test         lint, types, formatting and all tests"
 	@echo "make lint         ruff, pyright, clang-format, without the tests"
 	@echo "make format       let ruff and clang-format rewrite the sources"
-	@echo "make sanitize     the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make sanitize     the C++ kernels and the suffix index under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make bench        the per-op suite (pytest-benchmark)"
 	@echo "make bench-peers  install the peers that tlt bench --peer compares with (compiles llama.cpp)"
 
@@ -40,11 +40,13 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format $(PY_SRC)
 	$(if $(CXX_SRC),$(BIN)/clang-format -i $(CXX_SRC))
 
-# A stand-alone program runs every kernel of every instruction set that this machine has; no Python in it.
+# Stand-alone programs, no Python in them: every kernel of every instruction set that this machine has, and the suffix
+# index against a search of the texts.
 sanitize: $(VENV)/.dev
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/sanitize -DTLT_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
 	build/sanitize/kernels_test
+	build/sanitize/suffix_test
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest bench --benchmark-columns=min,median,stddev,rounds --benchmark-sort=name
@@ -74,4 +76,4 @@ $(VENV)/.dev: $(BUILD) | $(VENV)/.python $(VENV)/.model
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) build *.egg-info engine/ops/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build *.egg-info engine/ops/*.so engine/spec/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

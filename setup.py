@@ -1,4 +1,4 @@
-"""Build the native module with CMake. Everything else about the package is in pyproject.toml.
+"""Build the native modules with CMake. Everything else about the package is in pyproject.toml.
 
 Owns: how setuptools finds the result. Does not know: what is compiled (CMakeLists.txt). Invariant: torch is not
 needed to build. ``TLT_CMAKE_ARGS`` adds arguments to the configure step.
@@ -54,4 +54,7 @@ class CMakeBuild(build_ext):
         shutil.copy2(build / target.name, target)
 
 
-setup(ext_modules=[CMakeExtension("engine.ops._native")], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[CMakeExtension("engine.ops._native"), CMakeExtension("engine.spec._suffix")],
+    cmdclass={"build_ext": CMakeBuild},
+)
