@@ -7,6 +7,7 @@ Invariant: a row is described by its own request's tokens and pages only.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +17,15 @@ from torch import Tensor
 
 from engine.batch import PAGE, ForwardBatch
 from engine.models.decoder import Decoder, ForwardOutput
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRows
 from engine.spec.tree import DraftTree
 
 _MAX_CACHED_BATCHES = 512
+_MEASURED_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)
+_LONG_CONTEXT = 512
+_ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
 class _Staging(NamedTuple):
@@ -54,6 +60,9 @@ class ModelRunner:
         max_model_len: int,
     ) -> None:
         self.decoder = decoder
+        self.num_pages = num_pages
+        self.max_rows = max_rows
+        self.max_model_len = max_model_len
         config = decoder.config
         self.kv_cache = _empty_in_huge_pages(
             (config.num_layers, 2, num_pages, PAGE, config.num_kv_heads, config.head_dim),
@@ -180,6 +189,45 @@ class ModelRunner:
                 logit_rows=tensors.logit_rows[:num_logits],
             )
         return batch
+
+
+def measure_passes(runner: ModelRunner, *, budget_s: float = 1.0) -> tuple[dict[int, float], float]:
+    """What forwards take, before there is anything to run: the price of verification until steps tell.
+
+    The engine must be idle; the first pages are written to.
+
+    Args:
+        budget_s: seconds that repetitions may take in all; every forward is run twice, whatever it takes.
+
+    Returns:
+        rows -> seconds of a forward of one sequence of that many rows, logits of all of them; and the seconds that
+        each token of context adds. The least of some repetitions.
+    """
+    limit = min(runner.max_model_len, runner.num_pages * PAGE) - 1
+    long = min(_LONG_CONTEXT, limit - 1)
+    passes = [(0, n) for n in _MEASURED_ROWS if n <= min(runner.max_rows, limit)] + [(long, 1)]
+    found: dict[tuple[int, int], float] = {}
+    start = time.perf_counter()
+    for repeat in range(5):
+        for context, num_rows in passes:
+            if repeat > 1 and time.perf_counter() - start > budget_s:
+                break
+            seconds = _pass_s(runner, context, num_rows)
+            if repeat < 2:  # the first time touches memory that is new
+                found[context, num_rows] = seconds
+            else:
+                found[context, num_rows] = min(seconds, found[context, num_rows])
+    context_s = (found[long, 1] - found[0, 1]) / long if long > 0 else 0.0
+    return {n: s for (context, n), s in found.items() if not context}, max(context_s, 0.0)
+
+
+def _pass_s(runner: ModelRunner, context: int, num_rows: int) -> float:
+    count = context + num_rows
+    request = Request("", [0] * count, _ONE_TOKEN, seed=0, max_total_len=count + 1)
+    request.pages = list(range((count + PAGE - 1) // PAGE))
+    start = time.perf_counter()
+    runner.forward([ScheduledRows(request, context, num_rows, True)], range(num_rows))
+    return time.perf_counter() - start
 
 
 class _Tails:

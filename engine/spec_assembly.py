@@ -7,12 +7,14 @@ here, before anything runs, with what does not fit.
 from __future__ import annotations
 
 from engine.config import ResolvedConfig
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, measure_passes
 from engine.spec.alarm import AcceptanceAlarm
 from engine.spec.base import Drafter, DraftPlan
 from engine.spec.config import SpeculativeConfig
 from engine.spec.oracle import OracleDrafter, read_records
 from engine.spec.tuner import FixedTuner, OffTuner, Tuner
+from engine.spec.tuner_beg import BegTuner, default_arms
+from engine.spec.tuner_cost import CostTuner
 from engine.speculation import Speculator
 
 
@@ -29,9 +31,8 @@ def build_speculator(
         return Speculator([], OffTuner(), vocab_size=vocab_size)
     drafters = _drafters(config, target, runner)
     alarm = AcceptanceAlarm() if config.on_acceptance_drop == "warn" else None
-    return Speculator(
-        drafters, _tuner(config, drafters, target), vocab_size=vocab_size, alarm=alarm
-    )
+    tuner = _tuner(config, drafters, runner)
+    return Speculator(drafters, tuner, vocab_size=vocab_size, alarm=alarm)
 
 
 def _drafters(
@@ -54,11 +55,30 @@ def _drafters(
     return drafters
 
 
-def _tuner(config: SpeculativeConfig, drafters: list[Drafter], target: ResolvedConfig) -> Tuner:
+def _tuner(config: SpeculativeConfig, drafters: list[Drafter], runner: ModelRunner) -> Tuner:
     if config.tuner == "off":
         return OffTuner()
-    name = drafters[0].name
+    names = [drafter.name for drafter in drafters]
+    depth = config.num_speculative_tokens
     if config.tuner == "fixed":
-        depth = config.num_speculative_tokens
-        return FixedTuner(DraftPlan(name, depth, config.max_nodes, config.top_k))
-    raise ValueError(f"speculative_config: tuner {config.tuner!r} is not there yet")
+        return FixedTuner(DraftPlan(names[0], depth, config.max_nodes, config.top_k))
+    if config.tuner == "beg":
+        arms = [config.arm(text) for text in config.mab_configs or ()]
+        return BegTuner(
+            names[0],
+            arms=arms or default_arms(depth, config.top_k, config.max_nodes),
+            thresholds=config.mab_bs_threshold,
+            off_from=config.bs_threshold,
+            algorithm=config.tune_algorithm,
+            seed=config.seed,
+        )
+    assert config.tuner == "cost", config.tuner
+    measured, context_s = measure_passes(runner)
+    return CostTuner(
+        names,
+        max_depth=depth,
+        max_nodes=config.max_nodes,
+        width=config.top_k,
+        measured=measured,
+        context_s=context_s,
+    )

@@ -97,12 +97,17 @@ class Speculator:
         )
         plans = self.tuner.plan(batch)
         found = self._propose(batch, plans, drafts)
+        if len(self.drafters) > 1 and any(plans):
+            others = self.tuner.reconsider(batch, _pair(batch, plans, found))
+            better = self._propose(batch, others, drafts)
+            found |= better
+            plans = [
+                other if request.request_id in better else plan
+                for request, plan, other in zip(batch.requests, plans, others, strict=True)
+            ]
         if not found:
             return drafts
-        given = [
-            Draft(request, plan, found.get(request.request_id, NO_TREE))
-            for request, plan in zip(batch.requests, plans, strict=True)
-        ]
+        given = _pair(batch, plans, found)
         for draft, tree in zip(given, self.tuner.trim(batch, given), strict=True):
             if draft.plan is not None and len(tree):
                 draft.request.num_tree_nodes = len(tree)
@@ -223,6 +228,15 @@ class Speculator:
         self._reader = readers[0].name if readers else None
         self._tap_layers = readers[0].tap_layers if readers else ()
         self._wants_hidden = bool(readers) and readers[0].wants_hidden
+
+
+def _pair(
+    batch: Candidates, plans: Sequence[DraftPlan | None], found: Mapping[str, DraftTree]
+) -> list[Draft]:
+    return [
+        Draft(request, plan, found.get(request.request_id, NO_TREE))
+        for request, plan in zip(batch.requests, plans, strict=True)
+    ]
 
 
 def _reader(drafter: Any) -> Any:

@@ -5,6 +5,7 @@ of tensors or models. A tuner decides from what it was told alone (counts and se
 and draws no randomness but its own seeded one: fed the same records, every rank decides the same.
 
     plan(batch) -> a plan or None for each request       trim(batch, drafts) -> trees to verify
+    reconsider(batch, drafts) -> plans of a second drafter
     observe(record)     observe_trials(drafter, trials)     forget(request_id)     reset(drafter)
 """
 
@@ -93,6 +94,10 @@ class Tuner(Protocol):
         """For each of ``batch.requests`` a plan, or None: off is always a choice."""
         ...
 
+    def reconsider(self, batch: Candidates, drafts: Sequence[Draft]) -> list[DraftPlan | None]:
+        """With several drafters: plans of another one, for requests that the first left with little."""
+        ...
+
     def trim(self, batch: Candidates, drafts: Sequence[Draft]) -> list[DraftTree]:
         """The part of each tree that is worth its price, now that it is known what was found."""
         ...
@@ -144,6 +149,9 @@ class FixedTuner:
 
     def plan(self, batch: Candidates) -> list[DraftPlan | None]:
         return [self._plan] * len(batch.requests)
+
+    def reconsider(self, batch: Candidates, drafts: Sequence[Draft]) -> list[DraftPlan | None]:
+        return [None] * len(drafts)
 
     def trim(self, batch: Candidates, drafts: Sequence[Draft]) -> list[DraftTree]:
         return [draft.tree for draft in drafts]

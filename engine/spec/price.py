@@ -1,0 +1,173 @@
+"""What a pass costs: seconds of the target by rows and context, and of each drafter by requests and depth.
+
+Owns the estimates, learnt from the steps themselves. Seconds of a target pass are ``unit * (shape(rows) + context)``:
+the shape, how much more many rows cost than one, belongs to the model and the machine and changes slowly; the unit, how
+fast the machine is at the moment, is tracked quickly and cancels out of a decision. Invariant: the shape never falls
+with rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
+_MAX_ROWS = KNOTS[-1]
+_PRIOR_SLOPE = 0.1  # of a pass, for each further row, where nothing has been measured
+_MEASURED_WEIGHT = 5.0  # steps that a measurement made beforehand is worth
+_SLOWEST_RATE = 0.04  # of a knot: looks back over some 25 steps at that row count
+_LEVEL_STEPS = 9
+_MOST_SURPRISE = 0.25  # of what was expected: how far one step can pull
+_DRAFT_RATE = 0.1
+
+# Of each row count: the knot at or below it, and how far on the way to the next one it is
+_BELOW: list[int] = []
+_SHARE: list[float] = []
+for _rows in range(_MAX_ROWS + 1):
+    _k = max(i for i, knot in enumerate(KNOTS) if knot <= max(_rows, 1))
+    _k = min(_k, len(KNOTS) - 2)
+    _BELOW.append(_k)
+    _SHARE.append((max(_rows, 1) - KNOTS[_k]) / (KNOTS[_k + 1] - KNOTS[_k]))
+
+
+class TargetPrice:
+    """Seconds of one target pass.
+
+    Args:
+        measured: rows -> seconds, measured beforehand at a short context; empty assumes a plain slope.
+        context_s: seconds that each token of context adds, measured beforehand.
+    """
+
+    def __init__(
+        self, measured: Mapping[int, float] | None = None, *, context_s: float = 0.0
+    ) -> None:
+        points = sorted((rows, s) for rows, s in (measured or {}).items() if s > 0.0)
+        raw = _interpolate(points) if points else [1.0 + _PRIOR_SLOPE * (k - 1) for k in KNOTS]
+        self._unit_s = raw[0]
+        self._raw = [value / self._unit_s for value in raw]
+        self._weights = [_MEASURED_WEIGHT if points else 0.5] * len(KNOTS)
+        self._context = max(context_s, 0.0) / self._unit_s
+        self._recent: deque[float] = deque(maxlen=_LEVEL_STEPS)
+        self.shape = _rising(self._raw)
+
+    def relative(self, rows: int) -> float:
+        """Price of a pass over that of one row, at no context."""
+        if rows > _MAX_ROWS:
+            last, before = self.shape[-1], self.shape[-2]
+            return last + (last - before) * (rows - _MAX_ROWS) / (KNOTS[-1] - KNOTS[-2])
+        k = _BELOW[rows]
+        low = self.shape[k]
+        return low + _SHARE[rows] * (self.shape[k + 1] - low)
+
+    def context(self, num_tokens: int) -> float:
+        """What so many tokens of context, over all sequences, add to ``relative``."""
+        return self._context * num_tokens
+
+    @property
+    def unit_s(self) -> float:
+        """Seconds of a pass of one row at no context, lately."""
+        return self._unit_s
+
+    def seconds(self, rows: int, num_context: int) -> float:
+        return (self.relative(rows) + self.context(num_context)) * self._unit_s
+
+    def observe(self, rows: int, num_context: int, seconds: float, *, is_mixed: bool) -> None:
+        """A pass took so long. ``is_mixed``: prefill shared it, which says something of the shape only."""
+        rows = min(rows, _MAX_ROWS)
+        expected = self.relative(rows)
+        context = self.context(num_context)
+        if not is_mixed:
+            # a median: a step that the machine was taken away from says nothing
+            self._recent.append(seconds / (expected + context))
+            self._unit_s = sorted(self._recent)[len(self._recent) // 2]
+        off = seconds / self._unit_s - context - expected
+        most = _MOST_SURPRISE * expected
+        off = max(-most, min(off, most))
+        low = _BELOW[rows]
+        for knot, share in ((low, 1.0 - _SHARE[rows]), (low + 1, _SHARE[rows])):
+            if share > 0.0 and knot > 0:  # the first knot is the unit
+                self._weights[knot] = min(self._weights[knot] + share, 1.0 / _SLOWEST_RATE)
+                self._raw[knot] += share * off / self._weights[knot]
+
+    def settle(self) -> None:
+        """Let the shape follow what was observed since the last call."""
+        self.shape = _rising(self._raw)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"raw": list(self._raw), "weights": list(self._weights), "unit_s": self._unit_s}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raw, weights = [float(x) for x in state["raw"]], [float(x) for x in state["weights"]]
+        unit_s = float(state["unit_s"])
+        if (
+            len(raw) != len(KNOTS)
+            or len(weights) != len(KNOTS)
+            or min(unit_s, *raw, *weights) <= 0.0
+        ):
+            raise ValueError(f"tuner state: prices must be {len(KNOTS)} positive numbers")
+        self._raw, self._weights, self._unit_s = raw, weights, unit_s
+        self._recent.clear()
+        self.settle()
+
+
+class DraftPrice:
+    """Seconds that a drafter takes for each unit of depth, by requests (in powers of two)."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def seconds(self, num_requests: int, depth: int) -> float:
+        if not self._seconds or not num_requests:
+            return 0.0
+        bucket = num_requests.bit_length()
+        per_depth = self._seconds.get(bucket)
+        if per_depth is None:
+            nearest = min(self._seconds, key=lambda b: (abs(b - bucket), b))
+            per_depth = self._seconds[nearest]
+        return per_depth * depth
+
+    def observe(self, num_requests: int, depth: int, seconds: float) -> None:
+        bucket, per_depth = num_requests.bit_length(), seconds / max(depth, 1)
+        known = self._seconds.get(bucket)
+        if known is None:
+            self._seconds[bucket] = per_depth
+        else:
+            per_depth = min(per_depth, 4.0 * known)
+            self._seconds[bucket] = known + _DRAFT_RATE * (per_depth - known)
+
+    def state_dict(self) -> dict[str, float]:
+        return {str(bucket): seconds for bucket, seconds in self._seconds.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seconds = {int(bucket): float(seconds) for bucket, seconds in state.items()}
+
+
+def _interpolate(points: Sequence[tuple[int, float]]) -> list[float]:
+    """Seconds at every knot from those at some row counts; past the last in proportion to its slope."""
+    values: list[float] = []
+    for knot in KNOTS:
+        after = next((i for i, (rows, _) in enumerate(points) if rows >= knot), len(points))
+        if after == 0:
+            values.append(points[0][1])
+            continue
+        if after == len(points):
+            if len(points) == 1:
+                values.append(points[0][1] * (1.0 + _PRIOR_SLOPE * (knot - points[0][0])))
+                continue
+            after -= 1
+        (x0, y0), (x1, y1) = points[after - 1], points[after]
+        values.append(max(y0, y0 + (y1 - y0) * (knot - x0) / (x1 - x0)))
+    return values
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The values, made never to fall by pooling neighbours that do (isotonic regression)."""
+    pools: list[list[float]] = []  # sum, count
+    for value in values:
+        pools.append([value, 1.0])
+        while len(pools) > 1 and pools[-2][0] * pools[-1][1] > pools[-1][0] * pools[-2][1]:
+            total, count = pools.pop()
+            pools[-1][0] += total
+            pools[-1][1] += count
+    return [total / count for total, count in pools for _ in range(int(count))]

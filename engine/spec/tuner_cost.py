@@ -1,0 +1,356 @@
+"""The ``cost`` tuner: as many nodes as pay their price, for each request, at every step; none is always a choice.
+
+It maximises expected tokens per second of the step: (requests + expected accepted nodes) / (price of the target's
+pass + price of drafting). The length of a chain is not a bandit problem, since verifying K tokens shows the outcome of
+every shorter chain: acceptance is estimated by survival (``survival.py``), prices by measurement (``price.py``), and
+the best number of nodes follows. Nodes of all requests compete: likelier ones first, whoever's they are.
+
+Owns the decision and its explorations: now and then a plain step, so that the price of not speculating stays known,
+and, where speculation is off, a short chain for one request, so that a drafter can prove itself anew. Both are counted
+against a small share of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.request import Request
+from engine.spec.base import DraftPlan, Trial
+from engine.spec.price import DraftPrice, TargetPrice
+from engine.spec.survival import Survival
+from engine.spec.tree import NO_TREE, DraftTree
+from engine.spec.tuner import Candidates, Draft, StepRecord, check_state
+from engine.spec.worth import MIN_GAIN, Choice, Worth, likeliest
+
+_PLAIN_EVERY = 150  # steps of speculation, between plain ones that keep the price of rows known
+_PROBE_SHARE = 0.004  # of the time, for chains of a drafter that is believed not to pay
+_PROBE_DEPTH = 2
+_PLAN_STEPS = 8  # that a plan stands, at most
+_FREE = 1e-3  # of a pass of one row, for a depth: not worth limiting the depth for
+_CHEAP = 0.01  # of a pass, for a whole proposal
+_BETTER = 1.1  # times the tokens of the proposal at hand: when to ask another drafter as well
+
+
+@dataclass(slots=True)
+class _Arm:
+    """A drafter and what is known of it."""
+
+    name: str
+    survival: Survival
+    price: DraftPrice
+    has_scores: bool = False  # its trees bring scores, so it is asked first and trimmed afterwards
+    has_trials: bool = False  # it is scored for free, so it needs no probes
+
+
+class CostTuner:
+    """See the module.
+
+    Args:
+        drafters: names, in order of preference.
+        max_depth, max_nodes: limits of one request's tree.
+        width: most children of a node.
+        measured: rows -> seconds of a target pass, measured beforehand.
+        context_s: seconds that a token of context adds to a pass, measured beforehand.
+    """
+
+    name = "cost"
+
+    def __init__(
+        self,
+        drafters: Sequence[str],
+        *,
+        max_depth: int,
+        max_nodes: int,
+        width: int = 1,
+        measured: Mapping[int, float] | None = None,
+        context_s: float = 0.0,
+    ) -> None:
+        self.prices = TargetPrice(measured, context_s=context_s)
+        self._arms = {name: _Arm(name, Survival(), DraftPrice()) for name in drafters}
+        self._max_depth, self._max_nodes, self._width = max_depth, max_nodes, width
+        self._steps_since_plain = 0
+        self._probe_credit_s = 0.0
+        self._probe_turn = 0
+        self._chosen: dict[str, Any] = {}
+        self._num_steps = 0
+        # The last plan stands for some steps while the requests are the same: what is believed changes slowly
+        self._planned: list[Request] = []
+        self._plans: list[DraftPlan | None] = []
+        self._plan_age = 0
+
+    # ---- decisions
+
+    def plan(self, batch: Candidates) -> list[DraftPlan | None]:
+        if self._arms and self._steps_since_plain >= _PLAIN_EVERY and not batch.has_prefill:
+            return [None] * len(batch.requests)
+        self._plan_age += 1
+        if (
+            self._plan_age <= min(2 + batch.num_decoding, _PLAN_STEPS)
+            and batch.requests == self._planned
+            and not batch.has_prefill
+        ):
+            return self._plans
+        plans = self._plan(batch)
+        self._planned, self._plans, self._plan_age = list(batch.requests), plans, 0
+        return plans
+
+    def _plan(self, batch: Candidates) -> list[DraftPlan | None]:
+        nothing: list[DraftPlan | None] = [None] * len(batch.requests)
+        self.prices.settle()
+        worth = Worth(self.prices, batch)
+        limit = worth.most_nodes(self._max_nodes)
+        if limit == 0 or not self._arms:
+            return nothing
+        for arm in self._arms.values():
+            if arm.has_scores and self._is_cheap(arm, batch):
+                return self._ask(arm, batch, worth, limit)
+        best, best_gain = nothing, MIN_GAIN
+        for arm in self._arms.values():
+            chains = self._chains(arm, batch, limit)
+            lengths, gain = self._lengths(arm, worth, chains, limit)
+            if gain > best_gain:
+                best, best_gain = [self._chain_plan(arm, length) for length in lengths], gain
+        return self._probe(batch) if best is nothing else best
+
+    def _chains(self, arm: _Arm, batch: Candidates, limit: int) -> list[list[float]]:
+        """Of each request, P(its first j draft tokens are accepted)."""
+        longest = min(self._max_depth, limit)
+        return [
+            arm.survival.chain(request.request_id, min(depth, longest))
+            for request, depth in zip(batch.requests, batch.max_depths, strict=True)
+        ]
+
+    def _lengths(
+        self, arm: _Arm, worth: Worth, chains: Sequence[Sequence[float]], limit: int
+    ) -> tuple[list[int], float]:
+        """The best length of each chain, and the gain over plain decoding.
+
+        Drafting is paid by depth, so where it has a price every depth is tried as a limit.
+        """
+        order = likeliest(chains, limit)
+        per_depth = arm.price.seconds(len(chains), 1) / self.prices.unit_s
+        depths = (self._max_depth,) if per_depth < _FREE else range(1, self._max_depth + 1)
+        taken, best = order, Choice(0, 1.0)
+        for depth in depths:
+            within = [node for node in order if node.place < depth]
+            choice = worth.choose([node.survival for node in within], per_depth * depth)
+            if choice.gain > best.gain:
+                taken, best = within, choice
+        lengths = [0] * len(chains)
+        for node in taken[: best.count]:
+            lengths[node.request] = node.place + 1
+        return lengths, best.gain
+
+    def _chain_plan(self, arm: _Arm, length: int) -> DraftPlan | None:
+        if length == 0:
+            return None
+        return DraftPlan(arm.name, length, min(length * self._width, self._max_nodes), self._width)
+
+    def _is_cheap(self, arm: _Arm, batch: Candidates) -> bool:
+        """Whether to ask first and decide afterwards: drafting costs next to nothing beside a pass."""
+        pass_s = self.prices.seconds(batch.num_decoding, batch.num_context)
+        return arm.price.seconds(len(batch.requests), self._max_depth) < _CHEAP * pass_s
+
+    def _ask(
+        self, arm: _Arm, batch: Candidates, worth: Worth, limit: int
+    ) -> list[DraftPlan | None]:
+        """Let every request have a proposal as large as could pay; ``trim`` decides by its scores."""
+        floor = 0.25 * worth.least_survival()
+        most = min(self._max_nodes, limit, 4 + 2 * limit // len(batch.requests))
+        plans: list[DraftPlan | None] = []
+        for max_depth in batch.max_depths:
+            depth = min(max_depth, self._max_depth)
+            nodes = min(most, depth * self._width)
+            plans.append(DraftPlan(arm.name, depth, nodes, self._width, floor))
+        return plans
+
+    def _probe(self, batch: Candidates) -> list[DraftPlan | None]:
+        """Nothing pays, as far as is known: once in a while try a drafter on one request all the same."""
+        plans: list[DraftPlan | None] = [None] * len(batch.requests)
+        blind = [arm for arm in self._arms.values() if not arm.has_trials]
+        if not blind or batch.has_prefill:
+            return plans
+        num = batch.num_decoding
+        price_s = self.prices.seconds(num + _PROBE_DEPTH, batch.num_context)
+        price_s -= self.prices.seconds(num, batch.num_context)
+        arm = blind[self._probe_turn % len(blind)]
+        price_s += arm.price.seconds(1, _PROBE_DEPTH)
+        if self._probe_credit_s < price_s:
+            return plans
+        at = self._probe_turn % len(plans)
+        self._probe_turn += 1
+        self._plan_age = _PLAN_STEPS  # for one step
+        self._probe_credit_s -= price_s
+        depth = min(_PROBE_DEPTH, batch.max_depths[at], self._max_depth)
+        plans[at] = DraftPlan(arm.name, depth, min(depth, self._max_nodes))
+        return plans
+
+    def reconsider(self, batch: Candidates, drafts: Sequence[Draft]) -> list[DraftPlan | None]:
+        plans: list[DraftPlan | None] = [None] * len(batch.requests)
+        asked = {draft.plan.drafter for draft in drafts if draft.plan is not None}
+        others = [arm for arm in self._arms.values() if arm.name not in asked]
+        if not asked or not others:
+            return plans
+        worth = Worth(self.prices, batch)
+        limit = worth.most_nodes(self._max_nodes)
+        least = worth.least_survival()
+        have = [self._value(draft, least) for draft in drafts]
+        for arm in others:
+            chains = self._chains(arm, batch, limit)
+            # only what it would add to what has been found is its own
+            better = [
+                chain if sum(s for s in chain if s > least) > _BETTER * value else []
+                for chain, value in zip(chains, have, strict=True)
+            ]
+            lengths, gain = self._lengths(arm, worth, better, limit)
+            if gain < MIN_GAIN:
+                continue
+            for number, length in enumerate(lengths):
+                if length:
+                    plans[number] = self._chain_plan(arm, length)
+                    have[number] = sum(better[number][:length])
+        return plans
+
+    def _value(self, draft: Draft, least: float) -> float:
+        """Tokens that a proposal is expected to bring."""
+        if draft.plan is None or not len(draft.tree):
+            return 0.0
+        arm = self._arms[draft.plan.drafter]
+        alive = arm.survival.nodes(draft.request.request_id, draft.tree)
+        return sum(s for s in alive if s > least)
+
+    def trim(self, batch: Candidates, drafts: Sequence[Draft]) -> list[DraftTree]:
+        trees = [draft.tree for draft in drafts]
+        if not any(tree.scores for tree in trees):
+            return trees  # nothing is known now that was not known to ``plan``
+        nodes: list[tuple[float, int, int]] = []
+        for number, draft in enumerate(drafts):
+            arm = None if draft.plan is None else self._arms.get(draft.plan.drafter)
+            if arm is None or not len(draft.tree):
+                continue
+            arm.has_scores = arm.has_scores or bool(draft.tree.scores)
+            alive = arm.survival.nodes(draft.request.request_id, draft.tree)
+            nodes += [(-s, number, node) for node, s in enumerate(alive)]
+        nodes.sort()
+        choice = Worth(self.prices, batch).choose([-s for s, _, _ in nodes])
+        kept: dict[int, list[int]] = {}
+        for _, number, node in nodes[: choice.count if choice.gain >= MIN_GAIN else 0]:
+            kept.setdefault(number, []).append(node)
+        return [
+            tree.take(kept[number]) if number in kept else NO_TREE
+            for number, tree in enumerate(trees)
+        ]
+
+    # ---- what happened
+
+    def observe(self, record: StepRecord) -> None:
+        self._num_steps += 1
+        is_mixed = record.num_rows != record.num_decoding + record.num_nodes
+        if record.num_rows:
+            self.prices.observe(
+                record.num_rows, record.num_context, record.target_s, is_mixed=is_mixed
+            )
+        self._steps_since_plain = 0 if record.num_nodes == 0 else self._steps_since_plain + 1
+        self._probe_credit_s += _PROBE_SHARE * record.target_s
+        for name, seconds in record.draft_s.items():
+            arm = self._arms.get(name)
+            if arm is not None:
+                arm.price.observe(*record.drafted[name], seconds)
+        for entry in record.verified:
+            arm = self._arms.get(entry.plan.drafter)
+            if arm is not None:
+                arm.survival.observe(entry.request_id, entry.tree, entry.accepted)
+        if record.num_decoding:
+            self._chosen = {
+                "num_decoding": record.num_decoding,
+                "num_nodes": record.num_nodes,
+                "drafters": sorted({entry.plan.drafter for entry in record.verified}),
+            }
+
+    def observe_trials(self, drafter: str, trials: Sequence[Trial]) -> None:
+        arm = self._arms.get(drafter)
+        if arm is None:
+            return
+        arm.has_trials = arm.has_scores = True
+        for request_id, score, accepted in trials:
+            arm.survival.observe_trial(request_id, score, accepted)
+
+    def forget(self, request_id: str) -> None:
+        for arm in self._arms.values():
+            arm.survival.forget(request_id)
+
+    def reset(self, drafter: str | None = None) -> None:
+        self._planned = []
+        for arm in self._arms.values():
+            if drafter in (None, arm.name):
+                arm.survival.reset()
+
+    def remove(self, drafter: str) -> None:
+        self._arms.pop(drafter, None)
+        self._planned = []
+
+    # ---- look, save, restore
+
+    def explain(self) -> dict[str, Any]:
+        """Last choice; price of rows over one row; what each drafter is believed to be worth; what follows."""
+        rows = (1, 2, 4, 8, 16, 32, 64)
+        return {
+            "tuner": self.name,
+            "num_steps": self._num_steps,
+            "last": dict(self._chosen),
+            "pass_ms": round(1e3 * self.prices.unit_s, 3),
+            "relative_price": {n: round(self.prices.relative(n), 3) for n in rows},
+            "drafters": {
+                arm.name: arm.survival.explain()
+                | {"draft_ms_per_depth": round(1e3 * arm.price.seconds(1, 1), 4)}
+                for arm in self._arms.values()
+            },
+            "choice": {arm.name: self._choices(arm) for arm in self._arms.values()},
+        }
+
+    def _choices(self, arm: _Arm) -> dict[int, dict[str, float]]:
+        """By number of decoding requests of average luck: tokens drafted for each, and the gain expected."""
+        choices: dict[int, dict[str, float]] = {}
+        for num in (1, 2, 4, 8, 16, 32):
+            batch = Candidates((), (), num)
+            chains = [arm.survival.chain("", self._max_depth)] * num
+            survivals = [node.survival for node in likeliest(chains, 4 * num + 64)]
+            choice = Worth(self.prices, batch).choose(survivals)
+            choices[num] = {
+                "tokens_each": round(choice.count / num, 2),
+                "gain": round(choice.gain, 3),
+            }
+        return choices
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "tuner": self.name,
+            "prices": self.prices.state_dict(),
+            "drafters": {
+                arm.name: {
+                    "survival": arm.survival.state_dict(),
+                    "price": arm.price.state_dict(),
+                    "has_scores": arm.has_scores,
+                    "has_trials": arm.has_trials,
+                }
+                for arm in self._arms.values()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, self.name)
+        prices, arms = TargetPrice(), dict(self._arms)
+        try:
+            prices.load_state_dict(state["prices"])
+            for name, saved in state["drafters"].items():
+                if name in arms:
+                    survival, price = Survival(), DraftPrice()
+                    survival.load_state_dict(saved["survival"])
+                    price.load_state_dict(saved["price"])
+                    flags = bool(saved["has_scores"]), bool(saved["has_trials"])
+                    arms[name] = _Arm(name, survival, price, *flags)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"tuner state: it is malformed: {error!r}") from error
+        self.prices, self._arms, self._planned = prices, arms, []
