@@ -13,11 +13,12 @@ namespace tlt::suffix {
 
 // Contexts that are blended: the longest that has gone on, and shorter ones that have gone on more
 // often.
-inline constexpr int kMaxLevels = 4;
+inline constexpr int kMaxLevels = 3;
 // Shorter contexts are not asked once less than this weight is left for them.
 inline constexpr double kLeastWeight = 1.0 / 64;
-// A context of n tokens outvotes the shorter ones like kDoubt / n occurrences of "something else"
-// behind it.
+// Shorter contexts weigh as much as kDoubt / sqrt(n) occurrences of a context of n tokens. On
+// rollouts of SmolLM2-135M this foretold what is accepted better (log loss) than a doubt of 1 / n
+// or a constant one; two to six levels did alike.
 inline constexpr double kDoubt = 4.0;
 
 struct Guess {

@@ -3,6 +3,7 @@
 // search, written from the definition in engine/spec/suffix.py. Does not know: automata. Invariant:
 // a run makes its choices from its seed alone.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <map>
 #include <random>
@@ -68,7 +69,7 @@ std::vector<Guess> guesses(const Texts& texts, const Tokens& text, uint32_t max_
         if (num_levels++ == kMaxLevels || rest < kLeastWeight) break;
         above = total;
         std::sort(order.begin(), order.end());
-        const double doubt = kDoubt / static_cast<double>(n);
+        const double doubt = kDoubt / std::sqrt(static_cast<double>(n));
         const double share = rest / (total + doubt);
         for (size_t i = 0; i < std::min<size_t>(order.size(), kMaxBranches); i++) {
             scores[order[i].second] += share * static_cast<double>(-order[i].first);

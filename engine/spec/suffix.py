@@ -16,7 +16,7 @@ the other constants are those of the native module), u1 (the longest), u2, ... A
 equal), and the score of a token is
 
     sum over levels i that read it of  rest(i) * n(ui, t) / (N(ui) + d(ui))
-    rest(1) = 1,  rest(i + 1) = rest(i) * d(ui) / (N(ui) + d(ui)),  d(u) = DOUBT / len(u)
+    rest(1) = 1,  rest(i + 1) = rest(i) * d(ui) / (N(ui) + d(ui)),  d(u) = DOUBT / sqrt(len(u))
 
 where levels with rest < ``LEAST_WEIGHT`` are not read: a long match is believed after one sighting, a short one needs
 many. Children of a node are the plan's ``width`` best scores, lowest id first where equal; nodes are added in the order
