@@ -50,12 +50,9 @@ class Field:
         threads = self.ours.llm.config.num_threads
         self.peers = [make_peer(name, options.model, threads) for name in options.peer]
         self.probe = Probe(self.ours.ops.isa, threads, bf16_weights=options.dtype == "bfloat16")
+        self.contestants: list[Contestant] = [self.ours, *self.peers]
         self.num_rounds: int = options.rounds
         self._rates: list[Rates] = []
-
-    @property
-    def contestants(self) -> list[Contestant]:
-        return [self.ours, *self.peers]
 
     def prepare(self, *, num_seqs: int, max_len: int) -> None:
         for contestant in self.contestants:

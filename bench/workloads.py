@@ -5,9 +5,13 @@ Owns texts and lengths only. Invariant: the same arguments give the same request
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from engine.spec.oracle import read_records
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a message in a bottle.",
@@ -28,6 +32,12 @@ class TextEncoder(Protocol):
     """What a workload needs of a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
+
+
+class ChatEncoder(Protocol):
+    """What a workload of conversations needs of a tokenizer."""
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +90,48 @@ def long_tail_jobs(tokenizer: TextEncoder, scale: float = 1.0) -> list[Job]:
         )
         for i, num in enumerate(lengths)
     ]
+
+
+def trace_jobs(path: str) -> list[Job]:
+    """The requests of a rollout that ``tlt replay record`` wrote: its prompts, seeds and lengths.
+
+    Raises:
+        ValueError: the file is missing or malformed.
+    """
+    return [
+        Job(record.prompt_token_ids, len(record.output_token_ids), record.seed)
+        for record in read_records(path)
+        if record.output_token_ids
+    ]
+
+
+def reasoning_jobs(
+    tokenizer: ChatEncoder | None, tasks: Sequence[str], *, num_samples: int, num_tokens: int
+) -> list[Job]:
+    """Samples of procedural reasoning tasks, as an RL step would ask for them: four prompts of each task.
+
+    Lengths double from a quarter of ``num_tokens`` to four times as much over the samples of a prompt.
+
+    Raises:
+        ValueError: reasoning-gym is not installed, or there is no such task.
+    """
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ValueError("--tasks needs reasoning-gym: pip install reasoning-gym")
+    if tokenizer is None:
+        raise ValueError("the tasks are text, but the model has no tokenizer")
+    import reasoning_gym
+
+    jobs: list[Job] = []
+    for task in tasks:
+        try:
+            questions = [e["question"] for e in reasoning_gym.create_dataset(task, size=4, seed=1)]
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"--tasks: reasoning-gym has no task {task!r}: {error}") from error
+        for number, question in enumerate(questions):
+            ids = tuple(tokenizer.chat([{"role": "user", "content": question}]))
+            for sample in range(num_samples):
+                length = max(
+                    2, round(num_tokens * 2.0 ** ((number * num_samples + sample) % 5 - 2))
+                )
+                jobs.append(Job(ids, length, seed=len(jobs) + 1))
+    return jobs

@@ -91,6 +91,21 @@ class OracleDrafter:
         return {"num_records": float(len(self._outputs)), "acceptance": self.acceptance}
 
 
+def write_records(path: str | Path, records: Sequence[Recorded]) -> None:
+    """Write a rollout as ``read_records`` reads it."""
+    lines = (
+        json.dumps(
+            {
+                "prompt_token_ids": list(r.prompt_token_ids),
+                "seed": r.seed,
+                "token_ids": list(r.output_token_ids),
+            }
+        )
+        for r in records
+    )
+    Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
 def read_records(path: str | Path) -> list[Recorded]:
     """A rollout as ``tlt replay record`` writes it: a JSON object a line with prompt_token_ids, seed, token_ids.
 
