@@ -2,12 +2,14 @@
 
 Owns the estimates, learnt from the steps themselves. Seconds of a target pass are ``unit * (shape(rows) + context)``:
 the shape, how much more many rows cost than one, belongs to the model and the machine and changes slowly; the unit, how
-fast the machine is at the moment, is tracked quickly and cancels out of a decision. Invariant: the shape never falls
-with rows.
+fast the machine is at the moment, is tracked quickly and cancels out of a decision. Where all steps have about the same
+rows, the two cannot be told apart by those steps: a plain step among them is the yardstick (``compare``). Invariant: the
+shape never falls with rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +20,8 @@ _PRIOR_SLOPE = 0.1  # of a pass, for each further row, where nothing has been me
 _MEASURED_WEIGHT = 5.0  # steps that a measurement made beforehand is worth
 _SLOWEST_RATE = 0.04  # of a knot: looks back over some 25 steps at that row count
 _LEVEL_STEPS = 9
-_MOST_SURPRISE = 0.25  # of what was expected: how far one step can pull
+_MOST_SURPRISE = 0.25  # of what was expected: how far one step can pull, twice as far if the last one pulled there too
+_YARDSTICK_RATE = 0.2  # of a comparison, once there have been some
 _DRAFT_RATE = 0.1
 
 # Of each row count: the knot at or below it, and how far on the way to the next one it is
@@ -48,8 +51,13 @@ class TargetPrice:
         self._raw = [value / self._unit_s for value in raw]
         self._weights = [_MEASURED_WEIGHT if points else 0.5] * len(KNOTS)
         self._context = max(context_s, 0.0) / self._unit_s
-        self._recent: deque[float] = deque(maxlen=_LEVEL_STEPS)
-        self.shape = _rising(self._raw)
+        self._units: deque[float] = deque(maxlen=_LEVEL_STEPS)
+        self._steps: deque[tuple[int, int, float]] = deque(maxlen=_LEVEL_STEPS)
+        self._surprises = [0] * (
+            len(KNOTS) + 1
+        )  # of each knot, and of the yardstick: in a row, signed
+        self._num_compared = 0
+        self.shape = _rising(self._raw, self._weights)
 
     def relative(self, rows: int) -> float:
         """Price of a pass over that of one row, at no context."""
@@ -79,35 +87,76 @@ class TargetPrice:
         context = self.context(num_context)
         if not is_mixed:
             # a median: a step that the machine was taken away from says nothing
-            self._recent.append(seconds / (expected + context))
-            self._unit_s = sorted(self._recent)[len(self._recent) // 2]
-        off = seconds / self._unit_s - context - expected
-        most = _MOST_SURPRISE * expected
-        off = max(-most, min(off, most))
+            self._units.append(seconds / (expected + context))
+            self._unit_s = sorted(self._units)[len(self._units) // 2]
+            self._steps.append((rows, num_context, seconds))
         low = _BELOW[rows]
+        off = self._pull(low, (seconds / self._unit_s - context) / expected) * expected
         for knot, share in ((low, 1.0 - _SHARE[rows]), (low + 1, _SHARE[rows])):
             if share > 0.0 and knot > 0:  # the first knot is the unit
                 self._weights[knot] = min(self._weights[knot] + share, 1.0 / _SLOWEST_RATE)
-                self._raw[knot] += share * off / self._weights[knot]
+                moved = self._raw[knot] + share * off / self._weights[knot]
+                self._raw[knot] = max(moved, 0.1 * self._raw[knot])
+
+    def compare(self, rows: int, num_context: int, seconds: float) -> float:
+        """A plain pass after passes with more rows, of which ``observe`` has heard: what does their rows' price look
+        like beside it? Returns the surprise, the log of seen over expected."""
+        unit_s = seconds / (self.relative(rows) + self.context(num_context))
+        more = [step for step in self._steps if step[0] > rows]
+        if not more or seconds <= 0.0:
+            return 0.0
+        seen = sorted(
+            (took / unit_s - self.context(context)) / self.relative(n) for n, context, took in more
+        )[len(more) // 2]
+        surprise = math.log(max(seen, 1e-3))
+        self._num_compared += 1
+        pulled = 1.0 + self._pull(len(KNOTS), seen)
+        factor = pulled ** max(_YARDSTICK_RATE, 1.0 / (1 + self._num_compared))
+        # what was called a slow machine was dear rows: theirs, and until it is known better those of more rows
+        first = max(_BELOW[min(n for n, _, _ in more)], _BELOW[min(rows, _MAX_ROWS)] + 1)
+        for knot in range(first, len(KNOTS)):
+            self._raw[knot] *= factor
+        self._unit_s /= factor
+        self._units = deque((unit / factor for unit in self._units), maxlen=_LEVEL_STEPS)
+        return surprise
+
+    def _pull(self, place: int, seen: float) -> float:
+        """How far, in shares of what was expected, an observation may pull: surprises in a row ever further."""
+        most = _MOST_SURPRISE * 2.0 ** min(max(abs(self._surprises[place]) - 1, 0), 6)
+        off = seen - 1.0
+        if abs(off) <= _MOST_SURPRISE:
+            self._surprises[place] = 0
+        else:
+            sign = 1 if off > 0 else -1
+            before = self._surprises[place]
+            self._surprises[place] = sign if before * sign < 0 else before + sign
+            most = max(most, _MOST_SURPRISE * 2.0 ** min(abs(self._surprises[place]) - 1, 6))
+        return max(-most, -0.9, min(off, most))
 
     def settle(self) -> None:
         """Let the shape follow what was observed since the last call."""
-        self.shape = _rising(self._raw)
+        self.shape = _rising(self._raw, self._weights)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"raw": list(self._raw), "weights": list(self._weights), "unit_s": self._unit_s}
+        return {
+            "raw": list(self._raw),
+            "weights": list(self._weights),
+            "unit_s": self._unit_s,
+            "units": list(self._units),
+            "num_compared": self._num_compared,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raw, weights = [float(x) for x in state["raw"]], [float(x) for x in state["weights"]]
-        unit_s = float(state["unit_s"])
-        if (
-            len(raw) != len(KNOTS)
-            or len(weights) != len(KNOTS)
-            or min(unit_s, *raw, *weights) <= 0.0
-        ):
-            raise ValueError(f"tuner state: prices must be {len(KNOTS)} positive numbers")
+        raw, weights = _positive(state["raw"]), _positive(state["weights"])
+        unit_s, units = _positive([state["unit_s"]])[0], _positive(state["units"])
+        if len(raw) != len(KNOTS) or len(weights) != len(KNOTS):
+            raise ValueError(f"tuner state: prices must be {len(KNOTS)} numbers, got {len(raw)}")
+        self._context *= self._unit_s / unit_s
         self._raw, self._weights, self._unit_s = raw, weights, unit_s
-        self._recent.clear()
+        self._units = deque(units, maxlen=_LEVEL_STEPS)
+        self._num_compared = max(int(state["num_compared"]), 0)
+        self._surprises = [0] * len(self._surprises)
+        self._steps.clear()
         self.settle()
 
 
@@ -140,7 +189,10 @@ class DraftPrice:
         return {str(bucket): seconds for bucket, seconds in self._seconds.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seconds = {int(bucket): float(seconds) for bucket, seconds in state.items()}
+        seconds = [float(value) for value in state.values()]
+        if not all(0.0 <= value < math.inf for value in seconds):
+            raise ValueError(f"tuner state: prices of drafting must be at least 0, got {seconds}")
+        self._seconds = dict(zip(map(int, state), seconds, strict=True))
 
 
 def _interpolate(points: Sequence[tuple[int, float]]) -> list[float]:
@@ -161,13 +213,20 @@ def _interpolate(points: Sequence[tuple[int, float]]) -> list[float]:
     return values
 
 
-def _rising(values: Sequence[float]) -> list[float]:
-    """The values, made never to fall by pooling neighbours that do (isotonic regression)."""
-    pools: list[list[float]] = []  # sum, count
-    for value in values:
-        pools.append([value, 1.0])
-        while len(pools) > 1 and pools[-2][0] * pools[-1][1] > pools[-1][0] * pools[-2][1]:
-            total, count = pools.pop()
-            pools[-1][0] += total
-            pools[-1][1] += count
-    return [total / count for total, count in pools for _ in range(int(count))]
+def _positive(values: Sequence[Any]) -> list[float]:
+    found = [float(value) for value in values]
+    if not all(0.0 < value < math.inf for value in found):
+        raise ValueError(f"tuner state: prices must be positive numbers, got {found}")
+    return found
+
+
+def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The values, made never to fall by pooling neighbours that do (isotonic regression, by pool of neighbours)."""
+    pools: list[tuple[float, float, int]] = []  # weighted sum, weight, count
+    for value, weight in zip(values, weights, strict=True):
+        total, mass, count = value * weight, weight, 1
+        while pools and pools[-1][0] * mass > total * pools[-1][1]:
+            before = pools.pop()
+            total, mass, count = total + before[0], mass + before[1], count + before[2]
+        pools.append((total, mass, count))
+    return [total / mass for total, mass, count in pools for _ in range(count)]

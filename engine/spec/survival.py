@@ -2,8 +2,9 @@
 
 Owns counts, discounted so that they follow the text and the weights. Knows no prices. A *trial* is a node whose parent
 was accepted: verifying a chain of five shows the outcome of every shorter one. A drafter's estimates are by depth, and
-where it gives scores also by score (a calibration: what became of proposals with such a score); a request differs from
-the average by one factor, accepted over expected.
+where it gives scores by score (a calibration: what became of proposals with such a score). With scores only the better
+nodes are verified, so what a proposal brings at a depth is learnt from the scores of all that were proposed. A request
+differs from the average by one factor, accepted over expected.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Counts:
         self.trials = [0.0] * size
         self.hits = [0.0] * size
 
-    def add(self, bucket: int, hit: bool) -> None:
+    def add(self, bucket: int, hit: float) -> None:
         self.trials[bucket] = self.trials[bucket] * _KEEP + 1.0
         self.hits[bucket] = self.hits[bucket] * _KEEP + hit
 
@@ -97,6 +98,17 @@ class Survival:
 
     # ---- what happened
 
+    def expect(self, tree: DraftTree) -> None:
+        """A proposal with scores, verified or not: by its depths, what will be said of its nodes on average."""
+        best: dict[int, float] = {}
+        for depth, score in zip(tree.depths, tree.scores, strict=True):
+            chance = self._by_score[int(score * (NUM_SCORES - 1e-6))]
+            place = min(depth, NUM_DEPTHS) - 1
+            best[place] = max(best.get(place, 0.0), chance)
+        for place, chance in best.items():
+            self._depths.add(place, chance)
+        self._is_stale = True
+
     def observe(self, request_id: str, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Every node whose parent was reached is a trial."""
         reached, passed = {ROOT, *accepted}, set(accepted)
@@ -113,8 +125,9 @@ class Survival:
                 self._add_score(record, bucket, hit)
             else:
                 _count(record, hit, self._by_depth[depth])
-        for depth, hit in best.items():
-            self._depths.add(depth, hit)
+        if not tree.scores:
+            for depth, hit in best.items():
+                self._depths.add(depth, hit)
         self.num_trials += len(best)
         self._is_stale = True
 

@@ -12,6 +12,7 @@ against a small share of the time.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,22 @@ from engine.spec.tree import NO_TREE, DraftTree
 from engine.spec.tuner import Candidates, Draft, StepRecord, check_state
 from engine.spec.worth import MIN_GAIN, Choice, Worth, likeliest
 
-_PLAIN_EVERY = 150  # steps of speculation, between plain ones that keep the price of rows known
+_PLAIN_EVERY = (
+    6,
+    150,
+)  # steps of speculation between plain ones: at first, and once they bring nothing new
+_NEWS = 0.15  # log of a price over the expected one
 _PROBE_SHARE = 0.004  # of the time, for chains of a drafter that is believed not to pay
 _PROBE_DEPTH = 2
+_MOST_PROBES = 3  # in a row, however long none was needed
 _PLAN_STEPS = 8  # that a plan stands, at most
+_FEW_TRIALS = 100  # under which every step may change the plan
 _FREE = 1e-3  # of a pass of one row, for a depth: not worth limiting the depth for
 _CHEAP = 0.01  # of a pass, for a whole proposal
 _BETTER = 1.1  # times the tokens of the proposal at hand: when to ask another drafter as well
+
+# Where it is in its explorations, as saved: name of the attribute
+_TURNS = ("steps_since_plain", "plain_every", "probe_credit_s", "probe_turn")
 
 
 @dataclass(slots=True)
@@ -71,33 +81,43 @@ class CostTuner:
         self._arms = {name: _Arm(name, Survival(), DraftPrice()) for name in drafters}
         self._max_depth, self._max_nodes, self._width = max_depth, max_nodes, width
         self._steps_since_plain = 0
+        self._plain_every = _PLAIN_EVERY[0]
         self._probe_credit_s = 0.0
         self._probe_turn = 0
+        self._probed = False
         self._chosen: dict[str, Any] = {}
         self._num_steps = 0
         # The last plan stands for some steps while the requests are the same: what is believed changes slowly
-        self._planned: list[Request] = []
+        self._planned: tuple[Sequence[Request], int] = ((), 0)  # and how many decode
         self._plans: list[DraftPlan | None] = []
         self._plan_age = 0
 
     # ---- decisions
 
     def plan(self, batch: Candidates) -> list[DraftPlan | None]:
-        if self._arms and self._steps_since_plain >= _PLAIN_EVERY and not batch.has_prefill:
+        if batch.has_prefill:
+            return self._plan(batch)
+        if self._arms and self._steps_since_plain >= self._plain_every:
             return [None] * len(batch.requests)
         self._plan_age += 1
-        if (
-            self._plan_age <= min(2 + batch.num_decoding, _PLAN_STEPS)
-            and batch.requests == self._planned
-            and not batch.has_prefill
-        ):
+        planned = batch.requests, batch.num_decoding
+        if self._plan_age <= min(2 + batch.num_decoding, _PLAN_STEPS) and planned == self._planned:
             return self._plans
         plans = self._plan(batch)
-        self._planned, self._plans, self._plan_age = list(batch.requests), plans, 0
+        if not any(plans):
+            plans = self._probe(batch)
+        self._planned, self._plans, self._plan_age = planned, plans, 0
+        if any(plan is not None and self._is_young(plan.drafter) for plan in plans):
+            self._plan_age = _PLAN_STEPS  # for one step
         return plans
+
+    def _is_young(self, drafter: str) -> bool:
+        """Whether a step teaches so much of a drafter that a plan should not stand longer; true of every probe."""
+        return self._probed or self._arms[drafter].survival.num_trials < _FEW_TRIALS
 
     def _plan(self, batch: Candidates) -> list[DraftPlan | None]:
         nothing: list[DraftPlan | None] = [None] * len(batch.requests)
+        self._probed = False
         self.prices.settle()
         worth = Worth(self.prices, batch)
         limit = worth.most_nodes(self._max_nodes)
@@ -112,7 +132,7 @@ class CostTuner:
             lengths, gain = self._lengths(arm, worth, chains, limit)
             if gain > best_gain:
                 best, best_gain = [self._chain_plan(arm, length) for length in lengths], gain
-        return self._probe(batch) if best is nothing else best
+        return best
 
     def _chains(self, arm: _Arm, batch: Candidates, limit: int) -> list[list[float]]:
         """Of each request, P(its first j draft tokens are accepted)."""
@@ -170,18 +190,19 @@ class CostTuner:
         """Nothing pays, as far as is known: once in a while try a drafter on one request all the same."""
         plans: list[DraftPlan | None] = [None] * len(batch.requests)
         blind = [arm for arm in self._arms.values() if not arm.has_trials]
-        if not blind or batch.has_prefill:
+        if not blind:
             return plans
         num = batch.num_decoding
         price_s = self.prices.seconds(num + _PROBE_DEPTH, batch.num_context)
         price_s -= self.prices.seconds(num, batch.num_context)
         arm = blind[self._probe_turn % len(blind)]
         price_s += arm.price.seconds(1, _PROBE_DEPTH)
+        self._probe_credit_s = min(self._probe_credit_s, _MOST_PROBES * price_s)
         if self._probe_credit_s < price_s:
             return plans
-        at = self._probe_turn % len(plans)
+        at = self._probe_turn // len(blind) % len(plans)
         self._probe_turn += 1
-        self._plan_age = _PLAN_STEPS  # for one step
+        self._probed = True
         self._probe_credit_s -= price_s
         depth = min(_PROBE_DEPTH, batch.max_depths[at], self._max_depth)
         plans[at] = DraftPlan(arm.name, depth, min(depth, self._max_nodes))
@@ -230,7 +251,9 @@ class CostTuner:
             arm = None if draft.plan is None else self._arms.get(draft.plan.drafter)
             if arm is None or not len(draft.tree):
                 continue
-            arm.has_scores = arm.has_scores or bool(draft.tree.scores)
+            if draft.tree.scores:
+                arm.has_scores = True
+                arm.survival.expect(draft.tree)
             alive = arm.survival.nodes(draft.request.request_id, draft.tree)
             nodes += [(-s, number, node) for node, s in enumerate(alive)]
         nodes.sort()
@@ -252,6 +275,8 @@ class CostTuner:
             self.prices.observe(
                 record.num_rows, record.num_context, record.target_s, is_mixed=is_mixed
             )
+            if record.num_nodes == 0 and not is_mixed and self._steps_since_plain:
+                self._compare(record)
         self._steps_since_plain = 0 if record.num_nodes == 0 else self._steps_since_plain + 1
         self._probe_credit_s += _PROBE_SHARE * record.target_s
         for name, seconds in record.draft_s.items():
@@ -269,6 +294,12 @@ class CostTuner:
                 "drafters": sorted({entry.plan.drafter for entry in record.verified}),
             }
 
+    def _compare(self, record: StepRecord) -> None:
+        """A plain step among others: as long as it brings news of prices, the next one comes soon."""
+        news = self.prices.compare(record.num_rows, record.num_context, record.target_s)
+        first, last = _PLAIN_EVERY
+        self._plain_every = first if abs(news) > _NEWS else min(2 * self._plain_every, last)
+
     def observe_trials(self, drafter: str, trials: Sequence[Trial]) -> None:
         arm = self._arms.get(drafter)
         if arm is None:
@@ -282,14 +313,14 @@ class CostTuner:
             arm.survival.forget(request_id)
 
     def reset(self, drafter: str | None = None) -> None:
-        self._planned = []
+        self._planned = (), 0
         for arm in self._arms.values():
             if drafter in (None, arm.name):
                 arm.survival.reset()
 
     def remove(self, drafter: str) -> None:
         self._arms.pop(drafter, None)
-        self._planned = []
+        self._planned = (), 0
 
     # ---- look, save, restore
 
@@ -328,6 +359,7 @@ class CostTuner:
         return {
             "tuner": self.name,
             "prices": self.prices.state_dict(),
+            "turns": {name: getattr(self, f"_{name}") for name in _TURNS},
             "drafters": {
                 arm.name: {
                     "survival": arm.survival.state_dict(),
@@ -341,8 +373,9 @@ class CostTuner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_state(state, self.name)
-        prices, arms = TargetPrice(), dict(self._arms)
+        prices, arms = copy.deepcopy(self.prices), dict(self._arms)
         try:
+            turns = {name: type(getattr(self, f"_{name}"))(state["turns"][name]) for name in _TURNS}
             prices.load_state_dict(state["prices"])
             for name, saved in state["drafters"].items():
                 if name in arms:
@@ -353,4 +386,6 @@ class CostTuner:
                     arms[name] = _Arm(name, survival, price, *flags)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"tuner state: it is malformed: {error!r}") from error
-        self.prices, self._arms, self._planned = prices, arms, []
+        self.prices, self._arms, self._planned = prices, arms, ((), 0)
+        for name, value in turns.items():
+            setattr(self, f"_{name}", value)

@@ -1,19 +1,26 @@
 """A rollout without a model: requests of given lengths, tokens accepted with given probabilities, passes that take what
-a given price curve says, times noise. Tuners run on it as they do in the engine, in milliseconds and repeatably.
+a given price curve says, times noise. Tuners run on it behind the engine's own ``Speculator``, in milliseconds and
+repeatably.
+
+Owns the world and the books of what happened in it. Tuners are judged by *expected* tokens, the sum over the verified
+nodes of the probability that a walk reaches them, so that luck does not enter.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from typing import Any, NamedTuple
 
 from engine.request import Request, RequestStatus
 from engine.sampling_params import SamplingParams
-from engine.spec.tree import NO_TREE, DraftTree
-from engine.spec.tuner import Candidates, Draft, StepRecord, Tuner, Verified
+from engine.spec.base import DraftJob, Trial
+from engine.spec.tree import DraftTree
+from engine.spec.tuner import StepRecord, Tuner, Verified
+from engine.speculation import Drafts, Speculator
 
 # One pass by rows, ms: SmolLM2 in bf16 on two Zen 4 cores with slow memory
 PASS_MS = {
@@ -33,7 +40,7 @@ TAIL = (32,) * 16 + (64,) * 8 + (128,) * 4 + (256,) * 3 + (768,)
 Price = Callable[[int], float]
 
 
-def interpolated(points: dict[int, float]) -> Price:
+def interpolated(points: Mapping[int, float]) -> Price:
     """Seconds by rows."""
     rows = sorted(points)
 
@@ -48,20 +55,109 @@ def interpolated(points: dict[int, float]) -> Price:
     return price
 
 
+class Step(NamedTuple):
+    """One step. ``seconds`` are those of the price curve and of drafting, without noise."""
+
+    num: int  # requests decoding
+    seconds: float
+    tokens: int
+    expected: float
+    nodes: dict[int, int]  # request -> verified
+
+
 @dataclass
 class Outcome:
-    """Seconds, noise apart, and tokens, by the number of requests decoding."""
+    """All steps of a run."""
 
-    seconds: dict[int, float] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
-    num_nodes: dict[int, int] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+    def of(self, num: int) -> list[Step]:
+        return [step for step in self.steps if step.num == num]
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({step.num for step in self.steps})
 
     @property
     def total_s(self) -> float:
-        return sum(self.seconds.values())
+        return sum(step.seconds for step in self.steps)
 
-    def rate(self, num: int) -> float:
-        return self.tokens[num] / self.seconds[num]
+    @property
+    def fair_s(self) -> float:
+        """What the run would have taken with average luck at every number of requests."""
+        total = 0.0
+        for num in self.sizes:
+            steps = self.of(num)
+            luck = sum(s.tokens for s in steps) / sum(s.expected for s in steps)
+            total += luck * sum(s.seconds for s in steps)
+        return total
+
+
+def rate(steps: Sequence[Step]) -> float:
+    """Expected tokens per second."""
+    return sum(s.expected for s in steps) / sum(s.seconds for s in steps)
+
+
+@dataclass
+class Guesser:
+    """A drafter of known worth.
+
+    Args:
+        name: as in plans.
+        acceptance: of request i at each token.
+        draft_s: seconds of drafting, by requests and depth.
+        scored: whether it says how likely its tokens are; then each token's chance varies around the request's.
+        trials: whether it is scored for free besides.
+    """
+
+    name: str
+    acceptance: Callable[[int], float]
+    draft_s: Callable[[int, int], float] = lambda num, depth: 0.0
+    scored: bool = False
+    trials: bool = False
+
+    version = 0
+    tap_layers: tuple[int, ...] = ()
+    wants_hidden = False
+    rng: random.Random = field(default_factory=random.Random)
+    scale: float = 1.0  # of its acceptance, now
+    chances: dict[str, list[float]] = field(default_factory=dict)
+
+    def _chance(self, request: Request) -> float:
+        mean = self.scale * self.acceptance(int(request.request_id))
+        if not self.scored:
+            return mean
+        return min(max(mean + self.rng.uniform(-0.3, 0.3), 0.02), 0.98)
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
+        trees: list[DraftTree] = []
+        for job in jobs:
+            count = min(job.plan.depth, job.plan.num_nodes)
+            line = [self._chance(job.request) for _ in range(count)]
+            if self.scored:
+                line = line[: sum(s >= job.plan.min_score for s in accumulate(line, mul))]
+            self.chances[job.request.request_id] = line
+            scores = [round(p, 3) for p in line] if self.scored else []
+            trees.append(DraftTree.chain(range(len(line)), scores))
+        return trees
+
+    def observe(self, requests: Sequence[Request]) -> Sequence[Trial]:
+        if not self.trials:
+            return ()
+        drawn = [(request.request_id, self._chance(request)) for request in requests]
+        return [Trial(i, round(p, 3), self.rng.random() < p) for i, p in drawn]
+
+    def forget(self, request: Request) -> None:
+        self.chances.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        self.chances.clear()
+
+    def load(self, weights: Mapping[str, Any], version: int) -> None:
+        raise ValueError("no weights")
+
+    def stats(self) -> dict[str, float]:
+        return {}
 
 
 @dataclass
@@ -70,13 +166,12 @@ class World:
 
     Args:
         price: seconds of a pass by rows.
-        acceptance: of request i at each token.
-        lengths: tokens of each request.
-        draft_s: seconds of drafting, by requests and depth.
+        acceptance, draft_s, scored, drafter: of the ``Guesser``.
+        lengths: tokens of each request, ascending.
         noise: sigma of the log of the time a pass takes; one in a hundred takes three times as long.
-        scored: whether the drafter says how likely its tokens are; then each token's chance varies around the
-            request's.
-        offset_s: added to every pass that is observed: a machine that has become slower.
+        others: further drafters.
+        slowness: of the machine at step i, times the price.
+        fortune: of the drafters at step i, times their acceptance.
     """
 
     price: Price
@@ -86,85 +181,71 @@ class World:
     noise: float = 0.05
     scored: bool = False
     drafter: str = "oracle"
+    trials: bool = False
+    others: Sequence[Guesser] = ()
+    slowness: Callable[[int], float] = lambda step: 1.0
+    fortune: Callable[[int], float] = lambda step: 1.0
 
-    def run(self, tuner: Tuner, seed: int = 0) -> Outcome:
+    def run(self, tuner: Tuner, seed: int = 0, max_steps: int = 1 << 30) -> Outcome:
         rng = random.Random(seed)
+        first = Guesser(self.drafter, self.acceptance, self.draft_s, self.scored, self.trials)
+        guessers = {guesser.name: guesser for guesser in (first, *self.others)}
+        speculator = Speculator(list(guessers.values()), tuner, vocab_size=1 << 20)
         requests = [_request(i, length) for i, length in enumerate(self.lengths)]
         outcome = Outcome()
-        while requests:
-            self._step(tuner, requests, rng, outcome)
-            for request in [r for r in requests if r.is_finished]:
-                tuner.forget(request.request_id)
-                requests.remove(request)
+        while requests and len(outcome.steps) < max_steps:
+            for guesser in guessers.values():
+                guesser.rng, guesser.scale = rng, self.fortune(len(outcome.steps))
+            drafts = speculator.draft(requests, has_prefill=False)
+            record = self._verify(requests, drafts, guessers, rng, outcome)
+            going = [request for request in requests if not request.is_finished]
+            speculator.observe(record, going)
+            for request in requests:
+                if request.is_finished:
+                    speculator.forget(request)
+            requests = going
+        assert not speculator.failures, speculator.failures
         return outcome
 
-    def _step(
-        self, tuner: Tuner, requests: list[Request], rng: random.Random, outcome: Outcome
-    ) -> None:
-        num = len(requests)
-        eligible = [r for r in requests if r.num_remaining_tokens > 1]
-        context = sum(len(r.token_ids) for r in requests)
-        batch = Candidates(
-            eligible, [r.num_remaining_tokens - 1 for r in eligible], num, False, context
-        )
-        plans = tuner.plan(batch) if eligible else []
-        drafts, chances = [], {}
-        for request, plan in zip(eligible, plans, strict=True):
-            tree = NO_TREE
-            if plan is not None:
-                count = min(plan.depth, plan.num_nodes)
-                mean = self.acceptance(int(request.request_id))
-                spread = [min(max(mean + rng.uniform(-0.3, 0.3), 0.02), 0.98) for _ in range(count)]
-                line = spread if self.scored else [mean] * count
-                chances[request.request_id] = line
-                if self.scored:
-                    joint = list(accumulate(line, mul))
-                    line = line[: sum(s >= plan.min_score for s in joint)]
-                    count = len(line)
-                scores = [round(p, 3) for p in line] if self.scored else []
-                tree = DraftTree.chain(range(count), scores)
-            drafts.append(Draft(request, plan, tree))
-        drafted = [d.plan for d in drafts if d.plan is not None]
-        trees = tuner.trim(batch, drafts) if drafted else [NO_TREE] * len(drafts)
-        num_nodes = sum(len(tree) for tree in trees)
-        verified, num_tokens = [], num
-        gained = dict.fromkeys((r.request_id for r in requests), 1)
-        for draft, tree in zip(drafts, trees, strict=True):
-            if draft.plan is None or not len(tree):
-                continue
-            accepted = 0
-            for chance in chances[draft.request.request_id][: len(tree)]:
-                if rng.random() >= chance:
-                    break
-                accepted += 1
-            gained[draft.request.request_id] += accepted
-            num_tokens += accepted
-            verified.append(
-                Verified(draft.request.request_id, draft.plan, tree, list(range(accepted)))
-            )
-        depth = max((plan.depth for plan in drafted), default=0)
-        draft_s = self.draft_s(len(drafted), depth) if drafted else 0.0
-        seconds = self.price(num + num_nodes)
-        outcome.seconds[num] = outcome.seconds.get(num, 0.0) + seconds + draft_s
-        outcome.tokens[num] = outcome.tokens.get(num, 0) + num_tokens
-        outcome.num_nodes[num] = outcome.num_nodes.get(num, 0) + num_nodes
+    def _verify(
+        self,
+        requests: Sequence[Request],
+        drafts: Drafts,
+        guessers: Mapping[str, Guesser],
+        rng: random.Random,
+        outcome: Outcome,
+    ) -> StepRecord:
+        num, slowness = len(requests), self.slowness(len(outcome.steps))
+        verified, num_tokens, expected = [], 0, float(num)
         for request in requests:
-            request.append_tokens([0] * gained[request.request_id])
-        observed = (
-            seconds * rng.lognormvariate(0.0, self.noise) * (3.0 if rng.random() < 0.01 else 1.0)
+            accepted = 0
+            if request.request_id in drafts.trees:
+                plan, tree = drafts.trees[request.request_id]
+                line = guessers[plan.drafter].chances[request.request_id][: len(tree)]
+                expected += sum(accumulate(line, mul))
+                accepted = next((i for i, p in enumerate(line) if rng.random() >= p), len(line))
+                verified.append(Verified(request.request_id, plan, tree, range(accepted)))
+            num_tokens += request.append_tokens([0] * (1 + accepted))
+        nodes = {int(entry.request_id): len(entry.tree) for entry in verified}
+        rows = num + sum(nodes.values())
+        draft_s = {
+            name: slowness * guessers[name].draft_s(*size) for name, size in drafts.sizes.items()
+        }
+        seconds = slowness * self.price(rows)
+        outcome.steps.append(
+            Step(num, seconds + sum(draft_s.values()), num_tokens, expected, nodes)
         )
-        tuner.observe(
-            StepRecord(
-                num_rows=num + num_nodes,
-                num_decoding=num,
-                num_nodes=num_nodes,
-                num_context=context,
-                num_tokens=num_tokens,
-                draft_s={self.drafter: draft_s} if drafted else {},
-                target_s=observed,
-                drafted={self.drafter: (len(drafted), depth)} if drafted else {},
-                verified=verified,
-            )
+        hiccup = 3.0 if rng.random() < 0.01 else 1.0
+        return StepRecord(
+            num_rows=rows,
+            num_decoding=num,
+            num_nodes=rows - num,
+            num_context=drafts.num_context,
+            num_tokens=num_tokens,
+            draft_s=draft_s,
+            target_s=seconds * rng.lognormvariate(0.0, self.noise) * hiccup,
+            drafted=drafts.sizes,
+            verified=verified,
         )
 
 
@@ -190,16 +271,21 @@ def best_by_phase(world: World, max_depth: int) -> tuple[float, dict[int, int], 
         if length <= done:
             continue
         mean = [world.acceptance(i) for i in range(finished, len(lengths))]
-        best = max(
-            (_rate(world, mean, num, depth), -depth, depth) for depth in range(max_depth + 1)
-        )
-        depths[num], rates[num] = best[2], best[0]
-        total += num * (length - done) / best[0]
+        rates[num], depths[num] = best_depth(world, mean, max_depth)
+        total += num * (length - done) / rates[num]
         done = length
     return total, depths, rates
 
 
-def _rate(world: World, acceptance: Sequence[float], num: int, depth: int) -> float:
+def best_depth(world: World, acceptance: Sequence[float], max_depth: int) -> tuple[float, int]:
+    """(expected tokens/s, depth) of the best depth that all requests share; 0 is plain decoding."""
+    best = max((depth_rate(world, acceptance, depth), -depth) for depth in range(max_depth + 1))
+    return best[0], -best[1]
+
+
+def depth_rate(world: World, acceptance: Sequence[float], depth: int) -> float:
+    """Expected tokens per second where every request drafts a chain of ``depth``."""
+    num = len(acceptance)
     tokens = sum(sum(p**j for j in range(depth + 1)) for p in acceptance)
     draft_s = world.draft_s(num, depth) if depth else 0.0
     return tokens / (world.price(num * (1 + depth)) + draft_s)
