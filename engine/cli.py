@@ -1,4 +1,4 @@
-"""The ``tlt`` command: demo, generate, bench, check, explain.
+"""The ``tlt`` command: demo, generate, bench, check, replay, explain.
 
 Owns the words of the command line. What each command does lives in its own module, imported when it is called, so
 that ``tlt --help`` is quick. Invariant: bad input ends in one line on stderr and exit status 2, never a traceback.
@@ -18,6 +18,8 @@ from typing import Any
 from engine.check_lossless import add_parser as add_check
 from engine.check_lossless import run_check
 from engine.drafter_cli import add_commands as add_drafter
+from engine.replay_cli import add_commands as add_replay
+from engine.replay_cli import run_replay
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     commands.add_parser("bench", help="measure; see tlt bench --help", add_help=False)
     add_check(commands, _add_engine_options).set_defaults(run=_check)
+    for kind in add_replay(commands, _add_engine_options, _add_sampling_options):
+        kind.set_defaults(run=_replay)
     explain = commands.add_parser("explain", help="which backend runs each op, and why")
     _add_ops_options(explain)
     explain.set_defaults(run=_explain)
@@ -145,6 +149,10 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     return run_check(_engine_arguments(options), options)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    return run_replay(_engine_arguments(options), options)
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -77,6 +77,10 @@ LAYERS: dict[str, int] = {
     "engine.demo": 8,  # shows bench's workload and ceilings
     "engine.check_lossless": 8,
     "engine.drafter_cli": 7,
+    "engine.rollout_file": 1,
+    "engine.replay": 7,
+    "engine.replay_report": 7,
+    "engine.replay_cli": 8,
     "engine.cli": 8,
     "tlt_train.config": 0,
     "tlt_train.buffer": 1,
@@ -120,6 +124,7 @@ PRINTS = (
     "engine.check_lossless",
     "engine.demo",
     "engine.drafter_cli",
+    "engine.replay_cli",
     "bench",
     "bench.*",
     "tlt_train.cli",
