@@ -71,8 +71,18 @@ def _parser() -> argparse.ArgumentParser:
     add_check(commands, _add_engine_options).set_defaults(run=_check)
     for kind in add_replay(commands, _add_engine_options, _add_sampling_options):
         kind.set_defaults(run=_replay)
-    explain = commands.add_parser("explain", help="which backend runs each op, and why")
-    _add_ops_options(explain)
+    explain = commands.add_parser(
+        "explain", help="which backend runs each op, and why; what the tuner would choose"
+    )
+    _add_engine_options(explain)
+    explain.add_argument("--tuner", action="store_true", help="explain the tuner, not the ops")
+    explain.add_argument(
+        "--speculative-config", default='{"method": "suffix"}', help="JSON, as LLM takes it"
+    )
+    explain.add_argument(
+        "--tuner-state", default=None, help="JSON of LLM.tuner_state to start from"
+    )
+    explain.add_argument("--max-tokens", type=int, default=48, help="of the batch that is run")
     explain.set_defaults(run=_explain)
     return parser
 
@@ -156,12 +166,11 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from engine.ops import resolve_ops
+    from engine.explain import explain_ops, explain_tuner
 
-    ops = resolve_ops(options.ops, num_threads=options.num_threads)
-    print(ops)
-    print(f"instruction set: {ops.isa}; threads: {ops.num_threads}")
-    return 0
+    if options.tuner:
+        return explain_tuner(options, _engine_arguments(options))
+    return explain_ops(options)
 
 
 def _bench(arguments: Sequence[str]) -> int:

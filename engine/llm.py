@@ -36,7 +36,8 @@ class LLM:
         max_num_seqs: most samples running at once; None is 256.
         enable_prefix_caching: keep and reuse the pages of prompts.
         num_threads: threads of the CPU kernels; None is one for each usable core.
-        speculative_config: None. Speculation is not in this version; asking for it raises.
+        speculative_config: None for plain decoding, or a dict of the fields of ``SpeculativeConfig``, such as
+            ``{"method": "suffix"}`` or ``{"method": "eagle3", "model": directory}``. Tokens are the same either way.
         **kwargs: the other fields of ``EngineConfig``.
 
     Raises:
@@ -139,11 +140,28 @@ class LLM:
             "kv_pages_used": kv.num_used_pages,
             "kv_pages_total": kv.num_pages,
             "target_version": kv.version,
-            "draft_version": 0,
+            "draft_version": self.engine.speculator.draft_version,
             "forward_time_s": counters.forward_time_s,
             "sample_time_s": counters.sample_time_s,
             "step_time_s": counters.step_time_s,
+            "draft_time_s": counters.draft_time_s,
+            "num_accepted_per_position": list(counters.num_accepted_per_position),
+            "speculation": self.engine.speculator.explain(),
         }
+
+    def tuner_state(self) -> dict[str, Any]:
+        """What the tuner has learnt, as plain values that JSON holds; see ``load_tuner_state``."""
+        with self._turn:
+            return self.engine.speculator.tuner.state_dict()
+
+    def load_tuner_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from another run's ``tuner_state``: prices of this machine, acceptance of these drafters.
+
+        Raises:
+            ValueError: it is of another tuner, or malformed; nothing has changed then.
+        """
+        with self._turn:
+            self.engine.speculator.tuner.load_state_dict(state)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, with nothing changed, while a step runs."""

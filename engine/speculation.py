@@ -194,6 +194,24 @@ class Speculator:
         if self._alarm is not None:
             self._alarm.set_target_version(version)
 
+    @property
+    def draft_version(self) -> int:
+        """Of the weights of the model drafter; 0 where there is none."""
+        return max((drafter.version for drafter in self.drafters.values()), default=0)
+
+    def explain(self) -> dict[str, Any]:
+        """The drafters, what the tuner chose and believes, what failed, and the alarms of acceptance so far."""
+        return {
+            "drafters": {
+                name: {"version": drafter.version, **drafter.stats()}
+                for name, drafter in self.drafters.items()
+            },
+            "tuner": self.tuner.explain(),
+            "failures": dict(self.failures),
+            "num_acceptance_alarms": len(self.events),
+            "acceptance_alarms": [event.message for event in self.events[-8:]],
+        }
+
     def load(self, name: str, weights: Mapping[str, Any], version: int) -> None:
         """Replace a drafter's weights between two steps.
 

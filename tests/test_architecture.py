@@ -68,6 +68,7 @@ LAYERS: dict[str, int] = {
     "engine.assembly": 5,
     "engine.spec_assembly": 5,
     "engine.llm": 6,
+    "engine.explain": 7,
     "engine.async_engine": 6,
     "engine": 6,  # the package itself re-exports the API
     "engine.server": 7,
@@ -124,6 +125,7 @@ PRINTS = (
     "engine.check_lossless",
     "engine.demo",
     "engine.drafter_cli",
+    "engine.explain",
     "engine.replay_cli",
     "bench",
     "bench.*",
