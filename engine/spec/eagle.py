@@ -19,7 +19,6 @@ and not the mode. Invariant: what is read was written for this request, under th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +28,13 @@ import torch
 from torch import Tensor
 
 from engine.batch import PAGE
-from engine.models.decoder import Decoder
+from engine.config import ResolvedConfig
 from engine.models.eagle import EagleNetwork
 from engine.models.eagle_checkpoint import open_drafter
 from engine.request import Request
-from engine.runner import _empty_in_huge_pages
+from engine.runner import ModelRunner, _empty_in_huge_pages
 from engine.spec.base import DraftJob, Trial
+from engine.spec.config import MAX_DEPTH, SpeculativeConfig
 from engine.spec.eagle_batch import EagleBatches
 from engine.spec.eagle_cache import SCRATCH_PAGES, FeatureStore, Seat, Seats
 from engine.spec.eagle_draws import MOST_RANKED, DrawParams, Draws
@@ -42,7 +42,6 @@ from engine.spec.eagle_tree import TreeGrowth
 from engine.spec.tree import NO_TREE, ROOT, DraftTree
 
 _LEAST_RANKED = 4  # tokens among which a coupled proposal's score is a share
-DEPTH_SLACK = 64  # rotary positions behind the longest sequence, for nodes that can never be kept
 
 
 @dataclass(slots=True)
@@ -326,34 +325,29 @@ class EagleDrafter:
 
 
 def open_eagle(
-    directory: str | os.PathLike[str],
-    decoder: Decoder,
-    *,
-    num_pages: int,
-    max_seqs: int,
-    max_model_len: int,
-    window: int = 512,
-    max_rows: int = 512,
+    config: SpeculativeConfig, target: ResolvedConfig, runner: ModelRunner
 ) -> EagleDrafter:
-    """The drafter of a directory, for a target.
-
-    Args:
-        directory: a raw EAGLE, raw EAGLE-3 or speculators checkpoint.
-        decoder: the target.
-        num_pages: of the target's KV cache.
-        max_seqs: most requests that draft at once.
-        max_model_len: longest sequence of the engine in tokens; the head runs at all of its positions.
-        window, max_rows: as ``EagleDrafter`` and ``EagleNetwork``.
+    """The drafter of ``config.model``, a raw EAGLE, raw EAGLE-3 or speculators directory, for a runner's target.
 
     Raises:
         ValueError: what is missing, damaged or does not fit the target.
     """
-    checkpoint = open_drafter(directory, decoder.config)
+    assert config.model is not None
+    decoder = runner.decoder
+    checkpoint = open_drafter(config.model, decoder.config)
+    kind = checkpoint.config.kind
+    if config.method in ("eagle", "eagle3") and config.method != kind:
+        raise ValueError(
+            f"speculative_config: method is {config.method!r}, but {checkpoint.path} holds an {kind} head; "
+            f"set method to {kind!r}"
+        )
     network = EagleNetwork(
         checkpoint.config,
         checkpoint.tensors,
         decoder,
-        max_rows=max(max_rows, max_seqs),
-        max_positions=max_model_len + DEPTH_SLACK,
+        max_rows=target.max_num_batched_tokens,  # at least max_num_seqs
+        max_positions=target.max_model_len + MAX_DEPTH,  # nodes may lie behind the last position
     )
-    return EagleDrafter(network, num_pages=num_pages, max_seqs=max_seqs, window=window)
+    return EagleDrafter(
+        network, num_pages=runner.num_pages, max_seqs=target.max_num_seqs, window=config.window
+    )
