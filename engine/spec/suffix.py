@@ -28,9 +28,9 @@ is Witten and Bell's, with a doubt that depends on the length of the match inste
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ from engine.spec.base import DraftJob, Trial
 from engine.spec.tree import NO_TREE, DraftTree
 
 FILE_VERSION = 1
+
+TokenIds = Sequence[int] | np.ndarray
 
 
 class SuffixDrafter:
@@ -119,7 +121,7 @@ class SuffixDrafter:
     def load(self, weights: Mapping[str, Any], version: int) -> None:
         raise ValueError("the suffix drafter has no weights; give it texts with add_history")
 
-    def add_history(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
+    def add_history(self, prompt_token_ids: TokenIds, output_token_ids: TokenIds) -> None:
         """A rollout of this prompt that was made elsewhere. One that this engine made is in the history already.
 
         Raises:
@@ -170,7 +172,7 @@ class SuffixDrafter:
         return {name: float(value) for name, value in self._index.sizes().items()}
 
 
-def checked_ids(name: str, token_ids: Sequence[int]) -> list[int]:
+def checked_ids(name: str, token_ids: TokenIds) -> list[int]:
     """Token ids as a list of ints; ValueError where they are not."""
     ids = np.asarray(token_ids)
     if ids.size == 0:
@@ -186,21 +188,22 @@ def read_history(path: Path) -> list[tuple[list[int], list[list[int]]]]:
     """Prompts and their outputs, of a file by ``SuffixDrafter.save_history``; ValueError where it is damaged."""
     damaged = f"load_history: {path} is not a history of the suffix drafter, or it is damaged"
     names = ("version", "token_ids", "prompt_lens", "num_outputs", "output_lens")
+    raw = path.read_bytes()
     try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:  # numpy reads headers before checksums
+            if (bad := archive.testzip()) is not None:
+                raise ValueError(f"checksum of {bad}")
+        with np.load(io.BytesIO(raw), allow_pickle=False) as file:
             version, token_ids, prompt_lens, num_outputs, output_lens = (file[n] for n in names)
-    except FileNotFoundError:
-        raise
-    except (
-        *(ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError),
-        *(OSError, zipfile.BadZipFile, zlib.error),
-    ) as error:
+    except Exception as error:  # numpy's and zipfile's own errors are of many kinds
         raise ValueError(f"{damaged} ({type(error).__name__}: {error})") from error
     if version.shape != () or version != FILE_VERSION:
         raise ValueError(f"{damaged} (version {version}, expected {FILE_VERSION})")
     lens = (prompt_lens, num_outputs, output_lens)
     if any(a.ndim != 1 or a.dtype != np.int64 or (a < 1).any() for a in lens):
         raise ValueError(f"{damaged} (lengths must be 1 or more)")
+    if any((a > token_ids.size).any() for a in lens):  # so no sum of them overflows
+        raise ValueError(f"{damaged} (lengths beyond its tokens)")
     total = int(prompt_lens.sum() + output_lens.sum())
     if (
         token_ids.dtype != np.int32
