@@ -20,6 +20,7 @@ BENCHES = {
     "latency": "one pass over 1 to 64 rows (the price of verification); time outside kernels",
     "prefill": "seconds from a new prompt to its first token",
     "rollout": "the long tail: 32 sequences at once, one of them 24 times as long as most",
+    "coupling": "acceptance of proposals drawn with the sampler's noise against most likely ones",
 }
 
 
