@@ -92,7 +92,9 @@ void Automaton::add_edge(StateId id, int32_t token, StateId target) {
     std::copy_backward(edges + i, edges + num, edges + num + 1);
     edges[i] = {token, target, 0};
     state.num_edges++;
-    if (state.num_edges == kMaxBranches + 1) {
+    if (state.top != kAbsent) {
+        raise_top(tops_[state.top], {token, 0});
+    } else if (state.num_edges > kMaxBranches) {
         state.top = static_cast<uint32_t>(tops_.size());
         tops_.push_back(most_frequent(state));
     }
@@ -118,7 +120,7 @@ void Automaton::bump(StateId id, int32_t token) {
     if (state.top != kAbsent) raise_top(tops_[state.top], {token, edge.count});
 }
 
-// A count went up by one, so the token moves forward only.
+// A count went up by one or is new at 0, so the token moves forward only.
 void Automaton::raise_top(Top& top, Branch branch) const {
     size_t i = 0;
     while (i < top.size() && top[i].token != branch.token) i++;
