@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ from engine.spec.eagle_draws import MOST_RANKED, DrawParams, Draws
 from engine.spec.eagle_tree import TreeGrowth
 from engine.spec.tree import NO_TREE, ROOT, DraftTree
 
-_LEAST_RANKED = 4  # tokens among which a coupled proposal's score is a share
+_LEAST_RANKED = 8  # tokens among which a coupled proposal's score is a share
 
 
 @dataclass(slots=True)
@@ -294,7 +295,7 @@ class EagleDrafter:
         views = self.network.workspace.rows(len(nodes))
         torch.index_select(hidden, 0, self._batches.rows(sources), out=views.fed_back)
         stored = self._batches.stored(token_ids, positions, slots)
-        batch = self._batches.reading(stored, np.cumsum(starts).tolist(), ctx_len, tails)
+        batch = self._batches.reading(stored, list(accumulate(starts)), ctx_len, tails)
         self._num_rows["tree"] += len(nodes)
         self._num_passes += 1
         self.network.store(batch, views.fed_back, fed_back=True)

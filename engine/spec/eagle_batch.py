@@ -6,6 +6,7 @@ Owns the staging buffers. Knows nothing of requests or trees. Invariant: a batch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -79,9 +80,8 @@ class EagleBatches:
     ) -> ForwardBatch:
         """Rows that read their sequences: what ``stored`` gave, or others (None) of as many as ``ctx_len``."""
         count, seqs = len(ctx_len), len(row_start) - 1
-        starts, slots = np.zeros(count + 1, dtype=np.int64), [s for tail in tails for s in tail]
-        if tails:
-            np.cumsum([len(tail) for tail in tails], out=starts[1:])
+        slots = [slot for tail in tails for slot in tail]
+        starts = [0, *accumulate(map(len, tails))] if tails else 0
         none = self._none
         return ForwardBatch(
             token_ids=none if stored is None else stored.token_ids,
