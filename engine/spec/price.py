@@ -22,6 +22,8 @@ _SLOWEST_RATE = 0.04  # of a knot: looks back over some 25 steps at that row cou
 _LEVEL_STEPS = 9
 _MOST_SURPRISE = 0.25  # of what was expected: how far one step can pull, twice as far if the last one pulled there too
 _YARDSTICK_RATE = 0.2  # of a comparison, once there have been some
+_NEWS_RATE = 0.5  # of one that surprises
+NEWS = 0.15  # log of a price over the expected one: a surprise
 _DRAFT_RATE = 0.1
 
 # Of each row count: the knot at or below it, and how far on the way to the next one it is
@@ -103,15 +105,18 @@ class TargetPrice:
         like beside it? Returns the surprise, the log of seen over expected."""
         unit_s = seconds / (self.relative(rows) + self.context(num_context))
         more = [step for step in self._steps if step[0] > rows]
-        if not more or seconds <= 0.0:
-            return 0.0
+        if 2 * len(more) < len(self._steps) or not more or seconds <= 0.0:
+            return 0.0  # most were plain: it is they that have set the unit
         seen = sorted(
             (took / unit_s - self.context(context)) / self.relative(n) for n, context, took in more
         )[len(more) // 2]
         surprise = math.log(max(seen, 1e-3))
         self._num_compared += 1
         pulled = 1.0 + self._pull(len(KNOTS), seen)
-        factor = pulled ** max(_YARDSTICK_RATE, 1.0 / (1 + self._num_compared))
+        if seen < 1.0 - _MOST_SURPRISE and self._surprises[-1] == -1:
+            return surprise  # a plain step that the machine was taken away from looks the same: once is not enough
+        rate = max(_YARDSTICK_RATE, 1.0 / (1 + self._num_compared))
+        factor = pulled ** (_NEWS_RATE if abs(surprise) > NEWS else rate)
         # what was called a slow machine was dear rows: theirs, and until it is known better those of more rows
         first = max(_BELOW[min(n for n, _, _ in more)], _BELOW[min(rows, _MAX_ROWS)] + 1)
         for knot in range(first, len(KNOTS)):
@@ -143,20 +148,24 @@ class TargetPrice:
             "weights": list(self._weights),
             "unit_s": self._unit_s,
             "units": list(self._units),
+            "steps": [list(step) for step in self._steps],
+            "surprises": list(self._surprises),
             "num_compared": self._num_compared,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         raw, weights = _positive(state["raw"]), _positive(state["weights"])
         unit_s, units = _positive([state["unit_s"]])[0], _positive(state["units"])
-        if len(raw) != len(KNOTS) or len(weights) != len(KNOTS):
-            raise ValueError(f"tuner state: prices must be {len(KNOTS)} numbers, got {len(raw)}")
+        steps = [(int(rows), int(context), float(took)) for rows, context, took in state["steps"]]
+        surprises = [int(count) for count in state["surprises"]]
+        _positive([took for _, _, took in steps])
+        if not len(raw) == len(weights) == len(surprises) - 1 == len(KNOTS):
+            raise ValueError(f"prices must be {len(KNOTS)} numbers, got {len(raw)}")
         self._context *= self._unit_s / unit_s
         self._raw, self._weights, self._unit_s = raw, weights, unit_s
         self._units = deque(units, maxlen=_LEVEL_STEPS)
         self._num_compared = max(int(state["num_compared"]), 0)
-        self._surprises = [0] * len(self._surprises)
-        self._steps.clear()
+        self._surprises, self._steps = surprises, deque(steps, maxlen=_LEVEL_STEPS)
         self.settle()
 
 
@@ -191,7 +200,7 @@ class DraftPrice:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         seconds = [float(value) for value in state.values()]
         if not all(0.0 <= value < math.inf for value in seconds):
-            raise ValueError(f"tuner state: prices of drafting must be at least 0, got {seconds}")
+            raise ValueError(f"prices of drafting must be at least 0, got {seconds}")
         self._seconds = dict(zip(map(int, state), seconds, strict=True))
 
 
@@ -216,7 +225,7 @@ def _interpolate(points: Sequence[tuple[int, float]]) -> list[float]:
 def _positive(values: Sequence[Any]) -> list[float]:
     found = [float(value) for value in values]
     if not all(0.0 < value < math.inf for value in found):
-        raise ValueError(f"tuner state: prices must be positive numbers, got {found}")
+        raise ValueError(f"prices must be positive numbers, got {found}")
     return found
 
 

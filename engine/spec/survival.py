@@ -9,6 +9,7 @@ differs from the average by one factor, accepted over expected.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ _PRIOR_WEIGHT = 4.0
 _DEPTH_PRIOR_WEIGHT = 6.0  # a depth starts as the one before it
 _SPAN = 600.0  # trials that an estimate looks back over
 _REQUEST_SPAN = 80.0
-_REQUEST_PRIOR = 10.0  # expected acceptances before a request's own record counts half
+_REQUEST_PRIOR = 5.0  # expected acceptances before a request's own record counts half
 _KEEP = 1.0 - 1.0 / _SPAN
 _REQUEST_KEEP = 1.0 - 1.0 / _REQUEST_SPAN
 
@@ -167,6 +168,8 @@ class Survival:
             self._by_score = [(bucket + 0.5) / NUM_SCORES for bucket in range(NUM_SCORES)]
 
     def explain(self) -> dict[str, Any]:
+        if self._is_stale:
+            self._refresh()
         return {
             "trials": self.num_trials,
             "by_depth": [round(p, 3) for p in self._by_depth[:8]],
@@ -187,8 +190,12 @@ class Survival:
             counts = _Counts(size)
             counts.trials = [float(x) for x in state[f"{kind}_trials"]]
             counts.hits = [float(x) for x in state[f"{kind}_hits"]]
-            if len(counts.trials) != size or len(counts.hits) != size or min(counts.trials) < 0.0:
-                raise ValueError(f"tuner state: {kind} counts must be {size} numbers of at least 0")
+            pairs = list(zip(counts.hits, counts.trials, strict=False))
+            if not (
+                len(counts.trials) == len(counts.hits) == size
+                and all(0.0 <= hits <= trials + 1e-6 < math.inf for hits, trials in pairs)
+            ):
+                raise ValueError(f"{kind} counts must be {size} trials and as many hits or fewer")
             loaded.append(counts)
         self._depths, self._scores = loaded
         self._by_score = [

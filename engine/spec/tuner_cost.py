@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.request import Request
 from engine.spec.base import DraftPlan, Trial
-from engine.spec.price import DraftPrice, TargetPrice
+from engine.spec.price import NEWS, DraftPrice, TargetPrice
 from engine.spec.survival import Survival
 from engine.spec.tree import NO_TREE, DraftTree
 from engine.spec.tuner import Candidates, Draft, StepRecord, check_state
@@ -81,7 +81,7 @@ class CostTuner:
         self._arms = {name: _Arm(name, Survival(), DraftPrice()) for name in drafters}
         self._max_depth, self._max_nodes, self._width = max_depth, max_nodes, width
         self._steps_since_plain = 0
-        self._plain_every = _PLAIN_EVERY[0]
+        self._plain_every = 2 * _PLAIN_EVERY[0]
         self._probe_credit_s = 0.0
         self._probe_turn = 0
         self._probed = False
@@ -129,7 +129,7 @@ class CostTuner:
         best, best_gain = nothing, MIN_GAIN
         for arm in self._arms.values():
             chains = self._chains(arm, batch, limit)
-            lengths, gain = self._lengths(arm, worth, chains, limit)
+            lengths, gain = self._lengths(arm, worth, chains, [True] * len(chains), limit)
             if gain > best_gain:
                 best, best_gain = [self._chain_plan(arm, length) for length in lengths], gain
         return best
@@ -143,24 +143,29 @@ class CostTuner:
         ]
 
     def _lengths(
-        self, arm: _Arm, worth: Worth, chains: Sequence[Sequence[float]], limit: int
+        self,
+        arm: _Arm,
+        worth: Worth,
+        chains: Sequence[Sequence[float]],
+        is_new: Sequence[bool],
+        limit: int,
     ) -> tuple[list[int], float]:
-        """The best length of each chain, and the gain over plain decoding.
+        """The best length of each chain where ``arm`` drafts those that are new and the others lie there already.
 
         Drafting is paid by depth, so where it has a price every depth is tried as a limit.
         """
         order = likeliest(chains, limit)
-        per_depth = arm.price.seconds(len(chains), 1) / self.prices.unit_s
+        per_depth = arm.price.seconds(sum(is_new), 1) / self.prices.unit_s
         depths = (self._max_depth,) if per_depth < _FREE else range(1, self._max_depth + 1)
         taken, best = order, Choice(0, 1.0)
         for depth in depths:
-            within = [node for node in order if node.place < depth]
+            within = [node for node in order if node.place < depth or not is_new[node.request]]
             choice = worth.choose([node.survival for node in within], per_depth * depth)
             if choice.gain > best.gain:
                 taken, best = within, choice
         lengths = [0] * len(chains)
         for node in taken[: best.count]:
-            lengths[node.request] = node.place + 1
+            lengths[node.request] += 1
         return lengths, best.gain
 
     def _chain_plan(self, arm: _Arm, length: int) -> DraftPlan | None:
@@ -216,31 +221,31 @@ class CostTuner:
             return plans
         worth = Worth(self.prices, batch)
         limit = worth.most_nodes(self._max_nodes)
-        least = worth.least_survival()
-        have = [self._value(draft, least) for draft in drafts]
+        have = [self._alive(draft) for draft in drafts]
+        gain = worth.choose([node.survival for node in likeliest(have, limit)]).gain
         for arm in others:
             chains = self._chains(arm, batch, limit)
-            # only what it would add to what has been found is its own
-            better = [
-                chain if sum(s for s in chain if s > least) > _BETTER * value else []
-                for chain, value in zip(chains, have, strict=True)
+            is_new = [
+                sum(c) > _BETTER * sum(h[: len(c)]) for c, h in zip(chains, have, strict=True)
             ]
-            lengths, gain = self._lengths(arm, worth, better, limit)
-            if gain < MIN_GAIN:
+            if not any(is_new):
                 continue
+            mixed = [c if new else h for c, h, new in zip(chains, have, is_new, strict=True)]
+            lengths, mixed_gain = self._lengths(arm, worth, mixed, is_new, limit)
+            if mixed_gain < MIN_GAIN * gain:  # over what lies there already
+                continue
+            gain, have = mixed_gain, mixed
             for number, length in enumerate(lengths):
-                if length:
+                if length and is_new[number]:
                     plans[number] = self._chain_plan(arm, length)
-                    have[number] = sum(better[number][:length])
         return plans
 
-    def _value(self, draft: Draft, least: float) -> float:
-        """Tokens that a proposal is expected to bring."""
-        if draft.plan is None or not len(draft.tree):
-            return 0.0
-        arm = self._arms[draft.plan.drafter]
-        alive = arm.survival.nodes(draft.request.request_id, draft.tree)
-        return sum(s for s in alive if s > least)
+    def _alive(self, draft: Draft) -> list[float]:
+        """P(a walk reaches it) of each node of a proposal, likeliest first."""
+        if draft.plan is None or draft.plan.drafter not in self._arms:
+            return []
+        survival = self._arms[draft.plan.drafter].survival
+        return sorted(survival.nodes(draft.request.request_id, draft.tree), reverse=True)
 
     def trim(self, batch: Candidates, drafts: Sequence[Draft]) -> list[DraftTree]:
         trees = [draft.tree for draft in drafts]
@@ -298,7 +303,7 @@ class CostTuner:
         """A plain step among others: as long as it brings news of prices, the next one comes soon."""
         news = self.prices.compare(record.num_rows, record.num_context, record.target_s)
         first, last = _PLAIN_EVERY
-        self._plain_every = first if abs(news) > _NEWS else min(2 * self._plain_every, last)
+        self._plain_every = first if abs(news) > NEWS else min(2 * self._plain_every, last)
 
     def observe_trials(self, drafter: str, trials: Sequence[Trial]) -> None:
         arm = self._arms.get(drafter)
@@ -384,7 +389,7 @@ class CostTuner:
                     price.load_state_dict(saved["price"])
                     flags = bool(saved["has_scores"]), bool(saved["has_trials"])
                     arms[name] = _Arm(name, survival, price, *flags)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"tuner state: it is malformed: {error!r}") from error
         self.prices, self._arms, self._planned = prices, arms, ((), 0)
         for name, value in turns.items():
