@@ -18,6 +18,9 @@ _LONG, _SHORT = 2000.0, 100.0  # verifications that the averages look back over
 _MIN_HISTORY = 200.0
 _MIN_FALL = 0.1  # absolute: smaller changes are a change of text
 _SIGMAS = 5.0
+_RECENT = 600  # verifications after a change of weights in which a fall is laid to it
+
+_CAUSES = ("drafter version", "target version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,17 @@ class _History:
     def __init__(self) -> None:
         self.long, self.short = _Average(_LONG), _Average(_SHORT)
         self.ringing = False
-        self.versions: tuple[int, int] | None = None  # drafter, target: when the history was made
+        self.num_seen = 0
+        self.versions: tuple[int, int] | None = None  # drafter, target: now
+        self.changes: dict[str, tuple[int, int, int]] = {}  # cause -> from, to, num_seen then
+
+    def note(self, versions: tuple[int, int]) -> None:
+        """The weights that made the trees just taken in. A fall shows only some time after the change."""
+        before = self.versions or versions
+        for cause, old, new in zip(_CAUSES, before, versions, strict=True):
+            if old != new:
+                self.changes[cause] = old, new, self.num_seen
+        self.versions = versions
 
 
 class AcceptanceAlarm:
@@ -83,30 +96,25 @@ class AcceptanceAlarm:
             history.short.add(hit)
             if not history.ringing:
                 history.long.add(hit)
+            history.num_seen += 1
         events: list[AlarmEvent] = []
-        for name in {entry.plan.drafter for entry in verified}:
-            version = draft_versions.get(name, 0)
-            if (event := self._judge(name, self._histories[name], version)) is not None:
+        for name in dict.fromkeys(entry.plan.drafter for entry in verified):
+            history = self._histories[name]
+            history.note((draft_versions.get(name, 0), self._target_version))
+            if (event := self._judge(name, history)) is not None:
                 events.append(event)
         return events
 
-    def _judge(self, name: str, history: _History, draft_version: int) -> AlarmEvent | None:
-        versions = (draft_version, self._target_version)
+    def _judge(self, name: str, history: _History) -> AlarmEvent | None:
         before, now = history.long.share, history.short.share
-        noise = math.sqrt(max(before * (1.0 - before), 0.01) / _SHORT)
-        fallen = before - now > max(_MIN_FALL, _SIGMAS * noise)
         if history.ringing:
             history.ringing = before - now > _MIN_FALL / 2
             return None
-        if history.long.weight < _MIN_HISTORY:
-            history.versions = versions
-            return None
-        if not fallen:
-            if before - now < _MIN_FALL / 2:
-                history.versions = versions
+        noise = math.sqrt(max(before * (1.0 - before), 0.01) / _SHORT)
+        if history.long.weight < _MIN_HISTORY or before - now <= max(_MIN_FALL, _SIGMAS * noise):
             return None
         history.ringing = True
-        cause, detail = _cause(history.versions or versions, versions)
+        cause, detail = _cause(history)
         return AlarmEvent(
             name,
             before,
@@ -117,16 +125,24 @@ class AcceptanceAlarm:
         )
 
 
-def _cause(then: tuple[int, int], now: tuple[int, int]) -> tuple[str, str]:
-    if then[0] != now[0]:
+def _cause(history: _History) -> tuple[str, str]:
+    drafter, target = _CAUSES
+    recent = {
+        cause: (old, new)
+        for cause, (old, new, num_seen) in history.changes.items()
+        if history.num_seen - num_seen <= _RECENT
+    }
+    if drafter in recent:
+        old, new = recent[drafter]
         return (
-            "drafter version",
-            f"the drafter's weights changed from version {then[0]} to {now[0]}; load the old ones again",
+            drafter,
+            f"the drafter's weights changed from version {old} to {new}; load the old ones again",
         )
-    if then[1] != now[1]:
+    if target in recent:
+        old, new = recent[target]
         return (
-            "target version",
-            f"the target's weights changed from version {then[1]} to {now[1]} and the drafter's did not; "
+            target,
+            f"the target's weights changed from version {old} to {new} and the drafter's did not; "
             f"train it on the new target",
         )
     return (
