@@ -181,6 +181,7 @@ def _score(engine_arguments: Mapping[str, Any], options: argparse.Namespace) -> 
     from engine.rollout_file import read_rollout
     from engine.runner import measure_passes
     from engine.spec.price import TargetPrice
+    from engine.spec.tuner_cost import CostTuner
     from engine.spec_assembly import build_speculator
 
     if options.batch_size < 1:
@@ -206,6 +207,8 @@ def _score(engine_arguments: Mapping[str, Any], options: argparse.Namespace) -> 
     if options.tuner is not None:
         tuned_config = _config(options, options.tuner)
         speculator = build_speculator(tuned_config, llm.config, llm.engine.runner)
+        if isinstance(speculator.tuner, CostTuner):  # two measurements differ, and one is the clock
+            speculator.tuner.prices = TargetPrice(measured, context_s=context_s)
         tuned = run(llm, samples, speculator, price, batch_size=len(samples))
         bare = plain(llm, samples, price)
         print(f"\ntuner {options.tuner}, all {len(samples)} samples at once, until the last ends:")
