@@ -252,6 +252,19 @@ Bytes sampling(const Run& run, int64_t vocab) {
                       seeds.data(), positions.data(), tokens.data(), logprobs.data(), kRows, vocab,
                       run.num_threads, false});
     append(result, tokens);
+    for (const bool mapped : {false, true}) {
+        constexpr int64_t kCount = 5;
+        const Ints target_ids = in.ints(vocab, INT32_MAX);
+        Ints best(kRows * kCount, -2);
+        Floats scores(kRows * kCount, -1.0f), likely(kRows * kCount, -1.0f);
+        run.table.coupled_top_k({logits.data(), temperature.data(), top_k.data(), top_p.data(),
+                                 min_p.data(), seeds.data(), positions.data(),
+                                 mapped ? target_ids.data() : nullptr, best.data(), scores.data(),
+                                 likely.data(), kRows, vocab, kCount, run.num_threads});
+        append(result, best);
+        append(result, scores);
+        append(result, likely);
+    }
     return result;
 }
 
