@@ -67,7 +67,8 @@ def test_demo_runs_its_whole_workload_and_draws_it(
     picture = tmp_path / "demo.png"
     assert main(["demo", "--model", str(model), "--output", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert "tokens                        3072" in out
+    assert "tokens of each rollout        3072" in out
+    assert "tokens with and without speculation: identical" in out
     assert str(picture) in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
