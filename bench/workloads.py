@@ -116,7 +116,7 @@ def reasoning_jobs(
         ValueError: reasoning-gym is not installed, or there is no such task.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError("--tasks needs reasoning-gym: pip install reasoning-gym")
+        raise ValueError("--tasks needs reasoning-gym: pip install 'tlt-engine[tasks]'")
     if tokenizer is None:
         raise ValueError("the tasks are text, but the model has no tokenizer")
     import reasoning_gym

@@ -6,7 +6,6 @@ Invariant: a row is described by its own request's tokens and pages only.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from engine.batch import PAGE, ForwardBatch
 from engine.models.decoder import Decoder, ForwardOutput
+from engine.models.workspace import empty_in_huge_pages
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRows
@@ -64,7 +64,7 @@ class ModelRunner:
         self.max_rows = max_rows
         self.max_model_len = max_model_len
         config = decoder.config
-        self.kv_cache = _empty_in_huge_pages(
+        self.kv_cache = empty_in_huge_pages(
             (config.num_layers, 2, num_pages, PAGE, config.num_kv_heads, config.head_dim),
             decoder.kv_dtype,
         )
@@ -247,9 +247,3 @@ class _Tails:
             at = [end + ancestor for ancestor in line]
             self.slots += [pages[p // PAGE] * PAGE + p % PAGE for p in at]
             self.rows.append((row + node, end, len(line)))
-
-
-def _empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory, resident only where it is touched; numpy asks the kernel for huge pages, torch does not."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

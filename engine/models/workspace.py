@@ -7,10 +7,12 @@ across row counts needs a buffer of its own (``picked``).
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,3 +124,9 @@ def cached(cache: OrderedDict[K, V], key: K, make: Callable[[K], V]) -> V:
     else:
         cache.move_to_end(key)
     return value
+
+
+def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory, resident only where it is touched; numpy asks the kernel for huge pages, torch does not."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -32,8 +32,9 @@ from engine.batch import PAGE
 from engine.config import ResolvedConfig
 from engine.models.eagle import EagleNetwork
 from engine.models.eagle_checkpoint import open_drafter
+from engine.models.workspace import empty_in_huge_pages
 from engine.request import Request
-from engine.runner import ModelRunner, _empty_in_huge_pages
+from engine.runner import ModelRunner
 from engine.spec.base import DraftJob, Trial
 from engine.spec.config import MAX_DEPTH, SpeculativeConfig
 from engine.spec.eagle_batch import EagleBatches
@@ -104,7 +105,7 @@ class EagleDrafter:
         )
         self._seats = Seats(max_seqs, window)
         shape = (2, self._seats.num_pages, PAGE, config.num_kv_heads, config.head_dim)
-        kv = _empty_in_huge_pages(shape, network.kv_dtype)
+        kv = empty_in_huge_pages(shape, network.kv_dtype)
         if poison:
             kv.fill_(float("nan"))
         network.attach_kv_cache(kv[0], kv[1])

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import PAGE
+from engine.models.workspace import empty_in_huge_pages
 from engine.request import Request
-from engine.runner import _empty_in_huge_pages
 
 SCRATCH_PAGES = 16  # of a seat: most nodes that are expanded for one tree, in pages
 
@@ -45,7 +45,7 @@ class FeatureStore:
         *,
         poison: bool = False,
     ) -> None:
-        self._rows = _empty_in_huge_pages((num_slots, width), dtype)
+        self._rows = empty_in_huge_pages((num_slots, width), dtype)
         self._gather = gather
         if poison:
             self._rows.fill_(float("nan"))
