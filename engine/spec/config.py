@@ -85,7 +85,8 @@ class SpeculativeConfig:
         known = [f.name for f in fields(cls)]
         given: dict[str, Any] = {}
         for key, value in config.items():
-            name = _ALIASES.get(str(key).removeprefix("speculative_"), key)
+            bare = str(key).removeprefix("speculative_")
+            name = _ALIASES.get(bare, bare)
             if name not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
@@ -114,8 +115,10 @@ class SpeculativeConfig:
                 object.__setattr__(self, name, os.fspath(value))
             elif value is not None and (not isinstance(value, str) or not value):
                 raise self._error(name, "a path", value)
-        if not isinstance(self.acceptance, (int, float)) or not 0.0 <= self.acceptance <= 1.0:
-            raise self._error("acceptance", "a number from 0 to 1", self.acceptance)
+        value = self.acceptance
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0.0 <= value <= 1.0:
+            raise self._error("acceptance", "a number from 0 to 1", value)
         self._bandit()
         self._sources()
 

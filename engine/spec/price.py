@@ -21,6 +21,7 @@ _MEASURED_WEIGHT = 5.0  # steps that a measurement made beforehand is worth
 _SLOWEST_RATE = 0.04  # of a knot: looks back over some 25 steps at that row count
 _LEVEL_STEPS = 9
 _MOST_SURPRISE = 0.25  # of what was expected: how far one step can pull, twice as far if the last one pulled there too
+_SETTLE_EVERY = 16  # steps at the latest, also where nobody plans
 _YARDSTICK_RATE = 0.2  # of a comparison, once there have been some
 _NEWS_RATE = 0.5  # of one that surprises
 NEWS = 0.15  # log of a price over the expected one: a surprise
@@ -59,6 +60,7 @@ class TargetPrice:
             len(KNOTS) + 1
         )  # of each knot, and of the yardstick: in a row, signed
         self._num_compared = 0
+        self._num_unsettled = 0
         self.shape = _rising(self._raw, self._weights)
 
     def relative(self, rows: int) -> float:
@@ -99,6 +101,9 @@ class TargetPrice:
                 self._weights[knot] = min(self._weights[knot] + share, 1.0 / _SLOWEST_RATE)
                 moved = self._raw[knot] + share * off / self._weights[knot]
                 self._raw[knot] = max(moved, 0.1 * self._raw[knot])
+        self._num_unsettled += 1
+        if self._num_unsettled >= _SETTLE_EVERY:
+            self.settle()
 
     def compare(self, rows: int, num_context: int, seconds: float) -> float:
         """A plain pass after passes with more rows, of which ``observe`` has heard: what does their rows' price look
@@ -119,11 +124,15 @@ class TargetPrice:
         factor = pulled ** (_NEWS_RATE if abs(surprise) > NEWS else rate)
         # what was called a slow machine was dear rows: theirs, and until it is known better those of more rows
         first = max(_BELOW[min(n for n, _, _ in more)], _BELOW[min(rows, _MAX_ROWS)] + 1)
-        for knot in range(first, len(KNOTS)):
-            self._raw[knot] *= factor
+        self._rescale(first, factor)
+        self.settle()
+        return surprise
+
+    def _rescale(self, first: int, factor: float) -> None:
+        """Knots from ``first`` on are dearer by ``factor``, and the unit cheaper."""
+        self._raw[first:] = [value * factor for value in self._raw[first:]]
         self._unit_s /= factor
         self._units = deque((unit / factor for unit in self._units), maxlen=_LEVEL_STEPS)
-        return surprise
 
     def _pull(self, place: int, seen: float) -> float:
         """How far, in shares of what was expected, an observation may pull: surprises in a row ever further."""
@@ -141,8 +150,10 @@ class TargetPrice:
     def settle(self) -> None:
         """Let the shape follow what was observed since the last call."""
         self.shape = _rising(self._raw, self._weights)
+        self._num_unsettled = 0
 
     def state_dict(self) -> dict[str, Any]:
+        self.settle()
         return {
             "raw": list(self._raw),
             "weights": list(self._weights),

@@ -193,7 +193,7 @@ class OffTuner(FixedTuner):
 
 def check_state(state: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless a saved state is that of the tuner ``name``."""
-    found = state.get("tuner") if isinstance(state, Mapping) else state
+    found = state.get("tuner") if isinstance(state, Mapping) else type(state)
     if found != name:
         raise ValueError(
             f"tuner state: expected one of the {name!r} tuner, got {found!r}; save and load with the same tuner"

@@ -74,13 +74,18 @@ class BegTuner:
     ) -> None:
         self._drafter: str | None = drafter
         self._algorithm, self._epsilon, self._off_from = algorithm, epsilon, off_from
+        if not arms:
+            raise ValueError(
+                "beg tuner: arms must hold one (steps, children, nodes) at least, got none"
+            )
         self._thresholds = [1] if algorithm == "EG" else list(thresholds)
         plans = [DraftPlan(drafter, steps, nodes, width) for steps, width, nodes in arms]
         shares = _shares(plans, len(self._thresholds))
         self._buckets = [[_Arm(None), *(_Arm(plan) for plan in share)] for share in shares]
         if algorithm == "PREDEFINED":
             self._buckets = [bucket[1:] for bucket in self._buckets]
-        self._rng = random.Random(seed)
+        self._seed = seed
+        self._num_draws = 0
         self._played: _Arm | None = None
 
     def plan(self, batch: Candidates) -> list[DraftPlan | None]:
@@ -110,8 +115,12 @@ class BegTuner:
                     arm.reward / best + math.sqrt(2.0 * math.log(total) / arm.num_plays) / 4.0
                 ),
             )
-        if self._rng.random() < self._epsilon:
-            return self._rng.choice(list(arms))
+        self._num_draws += 1
+        rng = random.Random(
+            self._seed * 1_000_003 + self._num_draws
+        )  # so that a number is all its state
+        if rng.random() < self._epsilon:
+            return rng.choice(list(arms))
         return max(arms, key=lambda arm: arm.reward)
 
     def reconsider(self, batch: Candidates, drafts: Sequence[Draft]) -> list[DraftPlan | None]:
@@ -125,6 +134,7 @@ class BegTuner:
         if self._played is not None and record.num_decoding and seconds > 0.0:
             self._played.num_plays += 1
             self._played.rewards.append(record.num_tokens / seconds)
+        self._played = None  # the next step may be one for which nothing was planned
 
     def observe_trials(self, drafter: str, trials: Sequence[Trial]) -> None:
         pass
@@ -160,6 +170,7 @@ class BegTuner:
     def state_dict(self) -> dict[str, Any]:
         return {
             "tuner": self.name,
+            "num_draws": self._num_draws,
             "arms": [[arm.label, arm.num_plays, list(arm.rewards)] for arm in self._arms()],
         }
 
@@ -171,6 +182,7 @@ class BegTuner:
                 (str(label), int(num), [float(x) for x in rewards])
                 for label, num, rewards in state["arms"]
             ]
+            num_draws = int(state["num_draws"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"tuner state: it is malformed: {error!r}") from error
         if [label for label, _, _ in saved] != [arm.label for arm in arms]:
@@ -178,9 +190,21 @@ class BegTuner:
                 f"tuner state: it has arms {[label for label, _, _ in saved]}, this tuner "
                 f"{[arm.label for arm in arms]}; configure the same arms"
             )
+        for label, num, rewards in saved:
+            if (
+                num < len(rewards)
+                or bool(num) != bool(rewards)
+                or not all(map(_is_reward, rewards))
+            ):
+                raise ValueError(f"tuner state: arm {label} has {num} plays, of rewards {rewards}")
+        self._num_draws, self._played = num_draws, None
         for arm, (_, num_plays, rewards) in zip(arms, saved, strict=True):
             arm.num_plays = num_plays
             arm.rewards = deque(rewards, maxlen=_WINDOW)
+
+
+def _is_reward(value: float) -> bool:
+    return 0.0 < value < math.inf
 
 
 def default_arms(max_depth: int, width: int, max_nodes: int) -> list[tuple[int, int, int]]:

@@ -35,6 +35,7 @@ _PROBE_DEPTH = 2
 _MOST_PROBES = 3  # in a row, however long none was needed
 _PLAN_STEPS = 8  # that a plan stands, at most
 _FEW_TRIALS = 100  # under which every step may change the plan
+_DEPTH_PATIENCE = 3  # depths to look beyond the best one
 _FREE = 1e-3  # of a pass of one row, for a depth: not worth limiting the depth for
 _CHEAP = 0.01  # of a pass, for a whole proposal
 _BETTER = 1.1  # times the tokens of the proposal at hand: when to ask another drafter as well
@@ -85,12 +86,12 @@ class CostTuner:
         self._probe_credit_s = 0.0
         self._probe_turn = 0
         self._probed = False
-        self._chosen: dict[str, Any] = {}
-        self._num_steps = 0
+        self._chosen, self._num_steps = dict[str, Any](), 0
         # The last plan stands for some steps while the requests are the same: what is believed changes slowly
         self._planned: tuple[Sequence[Request], int] = ((), 0)  # and how many decode
         self._plans: list[DraftPlan | None] = []
         self._plan_age = 0
+        self._seconds: tuple[list[int], list[DraftPlan | None]] = [], []  # beside trees of sizes
 
     # ---- decisions
 
@@ -118,6 +119,7 @@ class CostTuner:
     def _plan(self, batch: Candidates) -> list[DraftPlan | None]:
         nothing: list[DraftPlan | None] = [None] * len(batch.requests)
         self._probed = False
+        self._seconds = [], []
         self.prices.settle()
         worth = Worth(self.prices, batch)
         limit = worth.most_nodes(self._max_nodes)
@@ -157,12 +159,14 @@ class CostTuner:
         order = likeliest(chains, limit)
         per_depth = arm.price.seconds(sum(is_new), 1) / self.prices.unit_s
         depths = (self._max_depth,) if per_depth < _FREE else range(1, self._max_depth + 1)
-        taken, best = order, Choice(0, 1.0)
+        taken, best, best_depth = order, Choice(0, 1.0), 0
         for depth in depths:
             within = [node for node in order if node.place < depth or not is_new[node.request]]
             choice = worth.choose([node.survival for node in within], per_depth * depth)
             if choice.gain > best.gain:
-                taken, best = within, choice
+                taken, best, best_depth = within, choice, depth
+            elif depth - best_depth > _DEPTH_PATIENCE:
+                break
         lengths = [0] * len(chains)
         for node in taken[: best.count]:
             lengths[node.request] += 1
@@ -219,6 +223,10 @@ class CostTuner:
         others = [arm for arm in self._arms.values() if arm.name not in asked]
         if not asked or not others:
             return plans
+        sizes = [-1 if draft.tree.scores else len(draft.tree) for draft in drafts]
+        if sizes == self._seconds[0] and -1 not in sizes:
+            return self._seconds[1]  # nothing is known that was not known to the standing plan
+        self._seconds = sizes, plans
         worth = Worth(self.prices, batch)
         limit = worth.most_nodes(self._max_nodes)
         have = [self._alive(draft) for draft in drafts]
@@ -293,11 +301,9 @@ class CostTuner:
             if arm is not None:
                 arm.survival.observe(entry.request_id, entry.tree, entry.accepted)
         if record.num_decoding:
-            self._chosen = {
-                "num_decoding": record.num_decoding,
-                "num_nodes": record.num_nodes,
-                "drafters": sorted({entry.plan.drafter for entry in record.verified}),
-            }
+            drafters = sorted({entry.plan.drafter for entry in record.verified})
+            num, num_nodes = record.num_decoding, record.num_nodes
+            self._chosen = {"num_decoding": num, "num_nodes": num_nodes, "drafters": drafters}
 
     def _compare(self, record: StepRecord) -> None:
         """A plain step among others: as long as it brings news of prices, the next one comes soon."""
@@ -325,7 +331,7 @@ class CostTuner:
 
     def remove(self, drafter: str) -> None:
         self._arms.pop(drafter, None)
-        self._planned = (), 0
+        self._planned, self._seconds = ((), 0), ([], [])
 
     # ---- look, save, restore
 
@@ -354,10 +360,8 @@ class CostTuner:
             chains = [arm.survival.chain("", self._max_depth)] * num
             survivals = [node.survival for node in likeliest(chains, 4 * num + 64)]
             choice = Worth(self.prices, batch).choose(survivals)
-            choices[num] = {
-                "tokens_each": round(choice.count / num, 2),
-                "gain": round(choice.gain, 3),
-            }
+            each, gain = round(choice.count / num, 2), round(choice.gain, 3)
+            choices[num] = {"tokens_each": each, "gain": gain}
         return choices
 
     def state_dict(self) -> dict[str, Any]:

@@ -139,9 +139,7 @@ def test_dear_rows_are_found_out(believed: float | None, num: int) -> None:
     """A row costs a whole pass, so nothing pays. At one request every step has the same rows: only a plain step can
     tell dear rows from a slow machine."""
     price = straight(1.0)
-    guess = believed and {n: straight(believed)(n) for n in MEASURED}
-    if believed == 0.0:
-        guess = dict.fromkeys(MEASURED, 8e-3)
+    guess = None if believed is None else {n: straight(believed)(n) for n in MEASURED}
     world = World(price, lambda i: 0.8, lengths=(ENDLESS,) * num)
     outcomes = [world.run(make(measured=guess), seed, max_steps=500) for seed in range(3)]
     assert mean([rate(o.steps[200:]) * price(num) / num for o in outcomes]) >= 0.97
