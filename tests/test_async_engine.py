@@ -54,6 +54,34 @@ def test_stream_grows_to_what_generate_gives(engine: AsyncEngine, tiny_llama_dir
             assert new.token_ids[: len(old.token_ids)] == old.token_ids
 
 
+def test_streams_that_speculate_are_those_that_do_not(
+    engine: AsyncEngine, tiny_llama_dir: Path
+) -> None:
+    """Streams come and go, one is cancelled: tokens do not change, drafts are accepted, nothing is left behind."""
+    params = [
+        SamplingParams(max_tokens=40, seed=i, temperature=0.2, ignore_eos=True) for i in range(6)
+    ]
+
+    async def run(some: AsyncEngine) -> list[list[int]]:
+        victim = asyncio.create_task(collect(some, "abab", long_params(seed=9)))
+        streams = await asyncio.gather(*(collect(some, "abababab", p) for p in params))
+        victim.cancel()
+        await asyncio.gather(victim, return_exceptions=True)
+        return [stream[-1].outputs[0].token_ids for stream in streams]
+
+    config = {"method": "suffix", "tuner": "fixed"}
+    expected = asyncio.run(run(engine))
+    with AsyncEngine(
+        str(tiny_llama_dir), kv_cache_bytes=1 << 20, num_threads=1, speculative_config=config
+    ) as fast:
+        assert asyncio.run(run(fast)) == expected
+        assert fast.engine.counters.num_accepted_draft_tokens > 0
+        deadline = time.monotonic() + 5.0
+        while not idle(fast) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert idle(fast)
+
+
 def test_many_streams_at_once_do_not_disturb_each_other(engine: AsyncEngine) -> None:
     async def run() -> None:
         params = [SamplingParams(max_tokens=10, seed=i, ignore_eos=True) for i in range(12)]
