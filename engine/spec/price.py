@@ -95,7 +95,11 @@ class TargetPrice:
             self._unit_s = sorted(self._units)[len(self._units) // 2]
             self._steps.append((rows, num_context, seconds))
         low = _BELOW[rows]
-        off = self._pull(low, (seconds / self._unit_s - context) / expected) * expected
+        seen = (seconds / self._unit_s - context) / expected
+        if 2 * sum(n < rows for n, _, _ in self._steps) >= len(self._steps):
+            off = self._pull(low, seen) * expected
+        else:  # its like have set the unit: a slower machine looks the same, and ``compare`` will tell them apart
+            off = max(-_MOST_SURPRISE, min(seen - 1.0, _MOST_SURPRISE)) * expected
         for knot, share in ((low, 1.0 - _SHARE[rows]), (low + 1, _SHARE[rows])):
             if share > 0.0 and knot > 0:  # the first knot is the unit
                 self._weights[knot] = min(self._weights[knot] + share, 1.0 / _SLOWEST_RATE)

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engine.request import Request
+from engine.spec.arm import Arm
 from engine.spec.base import DraftPlan, Trial
-from engine.spec.price import NEWS, DraftPrice, TargetPrice
-from engine.spec.survival import Survival
+from engine.spec.price import NEWS, TargetPrice
 from engine.spec.tree import NO_TREE, DraftTree
 from engine.spec.tuner import Candidates, Draft, StepRecord, check_state
 from engine.spec.worth import MIN_GAIN, Choice, Worth, likeliest
@@ -34,6 +33,7 @@ _PROBE_SHARE = 0.004  # of the time, for chains of a drafter that is believed no
 _PROBE_DEPTH = 2
 _MOST_PROBES = 3  # in a row, however long none was needed
 _PLAN_STEPS = 8  # that a plan stands, at most
+_LEARN_STEPS = 8  # that wait to be learnt from, at most
 _FEW_TRIALS = 100  # under which every step may change the plan
 _DEPTH_PATIENCE = 3  # depths to look beyond the best one
 _FREE = 1e-3  # of a pass of one row, for a depth: not worth limiting the depth for
@@ -42,17 +42,6 @@ _BETTER = 1.1  # times the tokens of the proposal at hand: when to ask another d
 
 # Where it is in its explorations, as saved: name of the attribute
 _TURNS = ("steps_since_plain", "plain_every", "probe_credit_s", "probe_turn")
-
-
-@dataclass(slots=True)
-class _Arm:
-    """A drafter and what is known of it."""
-
-    name: str
-    survival: Survival
-    price: DraftPrice
-    has_scores: bool = False  # its trees bring scores, so it is asked first and trimmed afterwards
-    has_trials: bool = False  # it is scored for free, so it needs no probes
 
 
 class CostTuner:
@@ -79,18 +68,21 @@ class CostTuner:
         context_s: float = 0.0,
     ) -> None:
         self.prices = TargetPrice(measured, context_s=context_s)
-        self._arms = {name: _Arm(name, Survival(), DraftPrice()) for name in drafters}
+        self._arms = {name: Arm(name) for name in drafters}
         self._max_depth, self._max_nodes, self._width = max_depth, max_nodes, width
         self._steps_since_plain = 0
         self._plain_every = 2 * _PLAIN_EVERY[0]
         self._probe_credit_s = 0.0
         self._probe_turn = 0
         self._probed = False
-        self._chosen, self._num_steps = dict[str, Any](), 0
+        self._num_steps = 0
+        self._pending: list[StepRecord] = []  # not yet learnt from
+        self._last = StepRecord(0, 0)
         # The last plan stands for some steps while the requests are the same: what is believed changes slowly
         self._planned: tuple[Sequence[Request], int] = ((), 0)  # and how many decode
         self._plans: list[DraftPlan | None] = []
         self._plan_age = 0
+        self._is_second_unwanted = False
         self._seconds: tuple[list[int], list[DraftPlan | None]] = [], []  # beside trees of sizes
 
     # ---- decisions
@@ -108,6 +100,7 @@ class CostTuner:
         if not any(plans):
             plans = self._probe(batch)
         self._planned, self._plans, self._plan_age = planned, plans, 0
+        self._is_second_unwanted = False
         if any(plan is not None and self._is_young(plan.drafter) for plan in plans):
             self._plan_age = _PLAN_STEPS  # for one step
         return plans
@@ -120,6 +113,7 @@ class CostTuner:
         nothing: list[DraftPlan | None] = [None] * len(batch.requests)
         self._probed = False
         self._seconds = [], []
+        self._learn()
         self.prices.settle()
         worth = Worth(self.prices, batch)
         limit = worth.most_nodes(self._max_nodes)
@@ -136,7 +130,7 @@ class CostTuner:
                 best, best_gain = [self._chain_plan(arm, length) for length in lengths], gain
         return best
 
-    def _chains(self, arm: _Arm, batch: Candidates, limit: int) -> list[list[float]]:
+    def _chains(self, arm: Arm, batch: Candidates, limit: int) -> list[list[float]]:
         """Of each request, P(its first j draft tokens are accepted)."""
         longest = min(self._max_depth, limit)
         return [
@@ -146,7 +140,7 @@ class CostTuner:
 
     def _lengths(
         self,
-        arm: _Arm,
+        arm: Arm,
         worth: Worth,
         chains: Sequence[Sequence[float]],
         is_new: Sequence[bool],
@@ -172,19 +166,17 @@ class CostTuner:
             lengths[node.request] += 1
         return lengths, best.gain
 
-    def _chain_plan(self, arm: _Arm, length: int) -> DraftPlan | None:
+    def _chain_plan(self, arm: Arm, length: int) -> DraftPlan | None:
         if length == 0:
             return None
         return DraftPlan(arm.name, length, min(length * self._width, self._max_nodes), self._width)
 
-    def _is_cheap(self, arm: _Arm, batch: Candidates) -> bool:
+    def _is_cheap(self, arm: Arm, batch: Candidates) -> bool:
         """Whether to ask first and decide afterwards: drafting costs next to nothing beside a pass."""
         pass_s = self.prices.seconds(batch.num_decoding, batch.num_context)
         return arm.price.seconds(len(batch.requests), self._max_depth) < _CHEAP * pass_s
 
-    def _ask(
-        self, arm: _Arm, batch: Candidates, worth: Worth, limit: int
-    ) -> list[DraftPlan | None]:
+    def _ask(self, arm: Arm, batch: Candidates, worth: Worth, limit: int) -> list[DraftPlan | None]:
         """Let every request have a proposal as large as could pay; ``trim`` decides by its scores."""
         floor = 0.25 * worth.least_survival()
         most = min(self._max_nodes, limit, 4 + 2 * limit // len(batch.requests))
@@ -221,7 +213,7 @@ class CostTuner:
         plans: list[DraftPlan | None] = [None] * len(batch.requests)
         asked = {draft.plan.drafter for draft in drafts if draft.plan is not None}
         others = [arm for arm in self._arms.values() if arm.name not in asked]
-        if not asked or not others:
+        if not asked or not others or self._is_second_unwanted:
             return plans
         sizes = [-1 if draft.tree.scores else len(draft.tree) for draft in drafts]
         if sizes == self._seconds[0] and -1 not in sizes:
@@ -246,6 +238,7 @@ class CostTuner:
             for number, length in enumerate(lengths):
                 if length and is_new[number]:
                     plans[number] = self._chain_plan(arm, length)
+        self._is_second_unwanted = not any(plans)  # for as long as the first plan stands
         return plans
 
     def _alive(self, draft: Draft) -> list[float]:
@@ -283,15 +276,27 @@ class CostTuner:
 
     def observe(self, record: StepRecord) -> None:
         self._num_steps += 1
+        self._steps_since_plain = 0 if record.num_nodes == 0 else self._steps_since_plain + 1
+        self._probe_credit_s += _PROBE_SHARE * record.target_s
+        self._pending.append(record)
+        if len(self._pending) >= _LEARN_STEPS:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Take in the steps since the last time: several at once, since between two passes caches forget this code."""
+        pending, self._pending = self._pending, []
+        for record in pending:
+            self._learn_from(record)
+
+    def _learn_from(self, record: StepRecord) -> None:
         is_mixed = record.num_rows != record.num_decoding + record.num_nodes
         if record.num_rows:
             self.prices.observe(
                 record.num_rows, record.num_context, record.target_s, is_mixed=is_mixed
             )
-            if record.num_nodes == 0 and not is_mixed and self._steps_since_plain:
+            if record.num_nodes == 0 and not is_mixed and self._last.num_nodes:
                 self._compare(record)
-        self._steps_since_plain = 0 if record.num_nodes == 0 else self._steps_since_plain + 1
-        self._probe_credit_s += _PROBE_SHARE * record.target_s
+        self._last = record
         for name, seconds in record.draft_s.items():
             arm = self._arms.get(name)
             if arm is not None:
@@ -300,10 +305,6 @@ class CostTuner:
             arm = self._arms.get(entry.plan.drafter)
             if arm is not None:
                 arm.survival.observe(entry.request_id, entry.tree, entry.accepted)
-        if record.num_decoding:
-            drafters = sorted({entry.plan.drafter for entry in record.verified})
-            num, num_nodes = record.num_decoding, record.num_nodes
-            self._chosen = {"num_decoding": num, "num_nodes": num_nodes, "drafters": drafters}
 
     def _compare(self, record: StepRecord) -> None:
         """A plain step among others: as long as it brings news of prices, the next one comes soon."""
@@ -320,10 +321,12 @@ class CostTuner:
             arm.survival.observe_trial(request_id, score, accepted)
 
     def forget(self, request_id: str) -> None:
+        self._learn()  # of its last steps, before it is gone
         for arm in self._arms.values():
             arm.survival.forget(request_id)
 
     def reset(self, drafter: str | None = None) -> None:
+        self._learn()
         self._planned = (), 0
         for arm in self._arms.values():
             if drafter in (None, arm.name):
@@ -337,22 +340,23 @@ class CostTuner:
 
     def explain(self) -> dict[str, Any]:
         """Last choice; price of rows over one row; what each drafter is believed to be worth; what follows."""
+        self._learn()
         rows = (1, 2, 4, 8, 16, 32, 64)
         return {
             "tuner": self.name,
             "num_steps": self._num_steps,
-            "last": dict(self._chosen),
+            "last": {
+                "num_decoding": self._last.num_decoding,
+                "num_nodes": self._last.num_nodes,
+                "drafters": sorted({entry.plan.drafter for entry in self._last.verified}),
+            },
             "pass_ms": round(1e3 * self.prices.unit_s, 3),
             "relative_price": {n: round(self.prices.relative(n), 3) for n in rows},
-            "drafters": {
-                arm.name: arm.survival.explain()
-                | {"draft_ms_per_depth": round(1e3 * arm.price.seconds(1, 1), 4)}
-                for arm in self._arms.values()
-            },
+            "drafters": {arm.name: arm.explain() for arm in self._arms.values()},
             "choice": {arm.name: self._choices(arm) for arm in self._arms.values()},
         }
 
-    def _choices(self, arm: _Arm) -> dict[int, dict[str, float]]:
+    def _choices(self, arm: Arm) -> dict[int, dict[str, float]]:
         """By number of decoding requests of average luck: tokens drafted for each, and the gain expected."""
         choices: dict[int, dict[str, float]] = {}
         for num in (1, 2, 4, 8, 16, 32):
@@ -365,19 +369,12 @@ class CostTuner:
         return choices
 
     def state_dict(self) -> dict[str, Any]:
+        self._learn()
         return {
             "tuner": self.name,
             "prices": self.prices.state_dict(),
             "turns": {name: getattr(self, f"_{name}") for name in _TURNS},
-            "drafters": {
-                arm.name: {
-                    "survival": arm.survival.state_dict(),
-                    "price": arm.price.state_dict(),
-                    "has_scores": arm.has_scores,
-                    "has_trials": arm.has_trials,
-                }
-                for arm in self._arms.values()
-            },
+            "drafters": {arm.name: arm.state_dict() for arm in self._arms.values()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -388,13 +385,10 @@ class CostTuner:
             prices.load_state_dict(state["prices"])
             for name, saved in state["drafters"].items():
                 if name in arms:
-                    survival, price = Survival(), DraftPrice()
-                    survival.load_state_dict(saved["survival"])
-                    price.load_state_dict(saved["price"])
-                    flags = bool(saved["has_scores"]), bool(saved["has_trials"])
-                    arms[name] = _Arm(name, survival, price, *flags)
+                    arms[name] = Arm.from_state(name, saved)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"tuner state: it is malformed: {error!r}") from error
         self.prices, self._arms, self._planned = prices, arms, ((), 0)
+        self._pending = []
         for name, value in turns.items():
             setattr(self, f"_{name}", value)
