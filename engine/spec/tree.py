@@ -84,15 +84,24 @@ class DraftTree:
         """The tree of the first ``count`` nodes."""
         if count >= len(self):
             return self
-        return DraftTree(self.token_ids[:count], self.parents[:count], self.scores[:count])
+        parts = (self.token_ids, self.parents, self.scores, self.depths)
+        return _trusted(*(part[:count] for part in parts))
 
     def take(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of some nodes, in their order; each parent must be among those before."""
-        number = {ROOT: ROOT, **{node: i for i, node in enumerate(nodes)}}
-        return DraftTree(
-            tuple(self.token_ids[node] for node in nodes),
-            tuple(number[self.parents[node]] for node in nodes),
-            tuple(self.scores[node] for node in nodes) if self.scores else (),
+        number = {ROOT: ROOT}
+        parents: list[int] = []
+        for i, node in enumerate(nodes):
+            parents.append(number[self.parents[node]])
+            number[node] = i
+        if len(number) <= len(nodes):
+            raise ValueError(f"draft tree: a node is taken twice: {list(nodes)}")
+        token_ids, scores, depths = self.token_ids, self.scores, self.depths
+        return _trusted(
+            tuple([token_ids[node] for node in nodes]),
+            tuple(parents),
+            tuple([scores[node] for node in nodes]) if scores else (),
+            tuple([depths[node] for node in nodes]),
         )
 
     def ancestors(self, node: int) -> list[int]:
@@ -107,6 +116,21 @@ class DraftTree:
     def path(self, node: int) -> tuple[int, ...]:
         """Tokens from behind the root down to ``node``, its own included."""
         return tuple(self.token_ids[n] for n in self.ancestors(node))
+
+
+def _trusted(
+    token_ids: tuple[int, ...],
+    parents: tuple[int, ...],
+    scores: tuple[float, ...],
+    depths: tuple[int, ...],
+) -> DraftTree:
+    """A part of a tree, which has been checked as a whole; every step makes some of these."""
+    tree = object.__new__(DraftTree)
+    object.__setattr__(tree, "token_ids", token_ids)
+    object.__setattr__(tree, "parents", parents)
+    object.__setattr__(tree, "scores", scores)
+    object.__setattr__(tree, "depths", depths)
+    return tree
 
 
 NO_TREE = DraftTree()

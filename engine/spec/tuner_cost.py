@@ -33,6 +33,7 @@ _PROBE_SHARE = 0.004  # of the time, for chains of a drafter that is believed no
 _PROBE_DEPTH = 2
 _MOST_PROBES = 3  # in a row, however long none was needed
 _PLAN_STEPS = 8  # that a plan stands, at most
+_EXPECT_EVERY = 4  # steps, of what proposals with scores promise by depth
 _LEARN_STEPS = 8  # that wait to be learnt from, at most
 _FEW_TRIALS = 100  # under which every step may change the plan
 _DEPTH_PATIENCE = 3  # depths to look beyond the best one
@@ -252,6 +253,9 @@ class CostTuner:
         trees = [draft.tree for draft in drafts]
         if not any(tree.scores for tree in trees):
             return trees  # nothing is known now that was not known to ``plan``
+        worth = Worth(self.prices, batch)
+        least = 0.5 * worth.least_survival()
+        learns = self._num_steps % _EXPECT_EVERY == 0
         nodes: list[tuple[float, int, int]] = []
         for number, draft in enumerate(drafts):
             arm = None if draft.plan is None else self._arms.get(draft.plan.drafter)
@@ -259,11 +263,12 @@ class CostTuner:
                 continue
             if draft.tree.scores:
                 arm.has_scores = True
-                arm.survival.expect(draft.tree)
+                if learns:
+                    arm.survival.expect(draft.tree)
             alive = arm.survival.nodes(draft.request.request_id, draft.tree)
-            nodes += [(-s, number, node) for node, s in enumerate(alive)]
+            nodes += [(-s, number, node) for node, s in enumerate(alive) if s > least]
         nodes.sort()
-        choice = Worth(self.prices, batch).choose([-s for s, _, _ in nodes])
+        choice = worth.choose([-s for s, _, _ in nodes])
         kept: dict[int, list[int]] = {}
         for _, number, node in nodes[: choice.count if choice.gain >= MIN_GAIN else 0]:
             kept.setdefault(number, []).append(node)
