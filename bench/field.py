@@ -36,10 +36,10 @@ class Field:
 
     Args:
         options: of ``bench.main``.
-        max_len: longest sequence of the bench, in tokens.
+        max_len: longest sequence of the bench, in tokens; None is the model's.
     """
 
-    def __init__(self, options: argparse.Namespace, *, max_len: int) -> None:
+    def __init__(self, options: argparse.Namespace, *, max_len: int | None) -> None:
         self.ours = OurEngine(
             options.model,
             dtype=options.dtype,

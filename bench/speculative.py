@@ -156,8 +156,9 @@ class Variants:
             raise ValueError(
                 f"variant {name!r}: expected plain or TUNER:DRAFTER, such as cost:suffix"
             )
-        config = SpeculativeConfig.of(config)
-        return build_speculator(config, self.llm.config, self.llm.engine.runner)
+        return build_speculator(
+            SpeculativeConfig.of(config), self.llm.config, self.llm.engine.runner
+        )
 
     def run(self, name: str) -> RolloutLog:
         """One rollout; afterwards the engine does not speculate."""

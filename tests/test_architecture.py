@@ -36,6 +36,7 @@ LAYERS: dict[str, int] = {
     "engine.spec.tuner_beg": 1,
     "engine.spec.worth": 1,
     "engine.spec.price": 1,
+    "engine.spec.arm": 1,
     "engine.spec.survival": 1,
     "engine.spec.alarm": 1,
     "engine.spec.config": 1,

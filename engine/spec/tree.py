@@ -84,8 +84,12 @@ class DraftTree:
         """The tree of the first ``count`` nodes."""
         if count >= len(self):
             return self
-        parts = (self.token_ids, self.parents, self.scores, self.depths)
-        return _trusted(*(part[:count] for part in parts))
+        return _trusted(
+            self.token_ids[:count],
+            self.parents[:count],
+            self.scores[:count],
+            self.depths[:count],
+        )
 
     def take(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of some nodes, in their order; each parent must be among those before."""
