@@ -131,8 +131,12 @@ class Engine:
     def step(self) -> list[RequestGroup]:
         """One forward of the target; the groups that gained tokens or ended."""
         start = time.perf_counter()
-        decoding = self.scheduler.decoding if self.speculator.active else []
-        drafts = self.speculator.draft(decoding, has_prefill=self.scheduler.has_prefill)
+        decoding = self.scheduler.decoding
+        drafts = self.speculator.draft(
+            decoding,
+            num_spare_rows=self.scheduler.max_num_batched_tokens - len(decoding),
+            has_prefill=self.scheduler.has_prefill,
+        )
         step = self.scheduler.schedule()
         if not step.rows:
             return []
@@ -293,8 +297,7 @@ class Engine:
                 if v.draft_plan is not None and len(v.tree)
             ],
         )
-        going = [v.rows.request for v in plan.verdicts if v.drawn]
-        self.speculator.observe(record, [r for r in going if not r.is_finished])
+        self.speculator.observe(record, [v.rows.request for v in plan.verdicts if v.drawn])
 
     def _add_sample(
         self, group: RequestGroup, params: SamplingParams, seed: int, bad_words: list[list[int]]

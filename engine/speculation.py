@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.request import Request
 from engine.spec.alarm import AcceptanceAlarm, AlarmEvent
-from engine.spec.base import Drafter, DraftJob, DraftPlan
+from engine.spec.base import Drafter, DraftJob, DraftPlan, Trial
 from engine.spec.tree import NO_TREE, DraftTree
 from engine.spec.tuner import Candidates, Draft, StepRecord, Tuner
 
@@ -76,12 +76,24 @@ class Speculator:
     def wants_hidden(self) -> bool:
         return self._wants_hidden
 
-    def draft(self, decoding: Sequence[Request], *, has_prefill: bool) -> Drafts:
-        """Trees for the decoding requests of the next step; ``request.num_tree_nodes`` asks for their rows."""
+    def draft(
+        self,
+        decoding: Sequence[Request],
+        *,
+        num_spare_rows: int = 1 << 30,
+        has_prefill: bool = False,
+    ) -> Drafts:
+        """Trees for the decoding requests of the next step; ``request.num_tree_nodes`` asks for their rows.
+
+        Args:
+            decoding: all of them, also where nothing is drafted: what they asked for before no longer counts.
+            num_spare_rows: that the step can have beside theirs.
+            has_prefill: others want rows as well.
+        """
         drafts = Drafts()
         for request in decoding:
             request.num_tree_nodes = 0
-        if not self.drafters or not decoding:
+        if not self.drafters or not decoding or num_spare_rows < 1:
             return drafts
         drafts.num_context = sum(len(request.token_ids) for request in decoding)
         limits = [(request, _max_depth(request)) for request in decoding]
@@ -94,6 +106,7 @@ class Speculator:
             len(decoding),
             has_prefill,
             drafts.num_context,
+            num_spare_rows,
         )
         plans = self.tuner.plan(batch)
         found = self._propose(batch, plans, drafts)
@@ -163,14 +176,18 @@ class Speculator:
             self._guard(self._reader, lambda d: _reader(d).move_features(source, target))
 
     def observe(self, record: StepRecord, gained: Sequence[Request]) -> None:
-        """A step has been committed: ``gained`` are the requests that got tokens and go on."""
+        """A step has been committed: ``gained`` are the requests that got tokens."""
         if not self.drafters:
             return
+        going = [request for request in gained if not request.is_finished]
         self.tuner.observe(record)
         for name in list(self.drafters):
-            trials = self._guard(name, lambda d: d.observe(gained))
+            trials = self._guard(name, lambda d: _checked_trials(d.observe(going)))
             if trials:
                 self.tuner.observe_trials(name, trials)
+        for request in gained:
+            if request.is_finished:  # ``forget`` came before its last step was known
+                self.tuner.forget(request.request_id)
         if self._alarm is not None and record.verified:
             versions = {name: drafter.version for name, drafter in self.drafters.items()}
             for event in self._alarm.observe(record.verified, versions):
@@ -187,6 +204,7 @@ class Speculator:
         """Every live request has been given up."""
         for name in list(self.drafters):
             self._guard(name, lambda d: d.reset())
+        self.tuner.forget_all()
 
     def set_target_version(self, version: int) -> None:
         """The target's weights have changed: what was learnt of acceptance is about the old ones."""
@@ -201,11 +219,12 @@ class Speculator:
 
     def explain(self) -> dict[str, Any]:
         """The drafters, what the tuner chose and believes, what failed, and the alarms of acceptance so far."""
+        stats = {
+            name: self._guard(name, lambda d: {"version": d.version, **d.stats()})
+            for name in list(self.drafters)
+        }
         return {
-            "drafters": {
-                name: {"version": drafter.version, **drafter.stats()}
-                for name, drafter in self.drafters.items()
-            },
+            "drafters": {name: found for name, found in stats.items() if found is not None},
             "tuner": self.tuner.explain(),
             "failures": dict(self.failures),
             "num_acceptance_alarms": len(self.events),
@@ -246,6 +265,13 @@ class Speculator:
         self._reader = readers[0].name if readers else None
         self._tap_layers = readers[0].tap_layers if readers else ()
         self._wants_hidden = bool(readers) and readers[0].wants_hidden
+
+
+def _checked_trials(trials: Sequence[Trial]) -> list[Trial]:
+    for trial in trials:
+        if not (isinstance(trial, Trial) and 0.0 < trial.score <= 1.0):
+            raise ValueError(f"a trial must have a score in (0, 1], got {trial}")
+    return list(trials)
 
 
 def _pair(

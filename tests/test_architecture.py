@@ -37,6 +37,7 @@ LAYERS: dict[str, int] = {
     "engine.spec.worth": 1,
     "engine.spec.price": 1,
     "engine.spec.arm": 1,
+    "engine.spec.saved": 1,
     "engine.spec.survival": 1,
     "engine.spec.alarm": 1,
     "engine.spec.config": 1,

@@ -119,7 +119,7 @@ class EagleNetwork:
         target's is not kept: the target's is used.
 
         Raises:
-            ValueError: as the constructor; also values that are not finite, and ids outside the vocabulary.
+            ValueError: as the constructor; also values that are not finite in the dtype that is kept, and ids outside the vocabulary.
         """
         tensors = canonical(weights)
         for name, tensor in tensors.items():
@@ -128,6 +128,10 @@ class EagleNetwork:
                 raise ValueError(
                     f"drafter weights: {name} must be a tensor with values, got {kind}"
                 )
+            if tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"drafter weights: {name} must be a dense tensor, got {tensor.layout}; use to_dense()"
+                )
             if name not in (D2T, T2D) and not tensor.is_floating_point():
                 raise ValueError(
                     f"drafter weights: {name} must be floating point, got {tensor.dtype}"
@@ -135,8 +139,14 @@ class EagleNetwork:
         check_names(self.config, {n: tuple(t.shape) for n, t in tensors.items()}, "drafter weights")
         with one_torch_thread(), torch.no_grad():
             for name, tensor in tensors.items():
-                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                    raise ValueError(f"drafter weights: {name} holds values that are not finite")
+                if not tensor.is_floating_point():
+                    continue
+                # norms and biases are kept as fp32; what is finite in a wider type may not be in that of matrices
+                kept = torch.float32 if tensor.dim() == 1 else self.kv_dtype
+                if not bool(tensor.detach().to(kept).isfinite().all()):
+                    raise ValueError(
+                        f"drafter weights: {name} holds values that are not finite in {kept}"
+                    )
             return self._pack(_Reader(tensors, self.ops, self.kv_dtype), tensors)
 
     def _pack(self, read: _Reader, tensors: Mapping[str, Tensor]) -> EagleWeights:

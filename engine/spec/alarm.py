@@ -1,8 +1,10 @@
 """The acceptance alarm: a drafter whose proposals stop being accepted is said aloud, with the likely cause.
 
-Outputs stay right whatever a drafter proposes, so a dead one shows nowhere but in its acceptance. Owns two discounted
-averages for each drafter, a long one (its own history) and a short one, over the first proposal of each verified
-tree, which is there whatever the depth. Knows nothing of how drafting works.
+Outputs stay right whatever a drafter proposes, so a dead one shows nowhere but in its acceptance. Owns, for each drafter, a
+long discounted average (its own history) over the first proposal of each verified tree, which is there whatever the
+depth, and Page's cumulative sum (Page 1954, "Continuous inspection schemes"): the evidence, as a log-likelihood ratio,
+that acceptance has fallen to a share of its history. So a fall from 15% to nothing is heard as well as one from 90%.
+Knows nothing of how drafting works.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from engine.spec.tuner import Verified
 
 _LONG, _SHORT = 2000.0, 100.0  # verifications that the averages look back over
 _MIN_HISTORY = 200.0
-_MIN_FALL = 0.1  # absolute: smaller changes are a change of text
-_SIGMAS = 5.0
+_FALL = 0.55  # of the history: what is listened for
+_EVIDENCE = 14.0  # log-likelihood ratio at which it rings
+_RECOVERED = 0.8  # of the history: ready again, after so many verifications
+_MIN_RECOVERY = 60.0
+_LEAST, _MOST = 0.02, 0.98  # a history is never that sure
 _RECENT = 600  # verifications after a change of weights in which a fall is laid to it
 
 _CAUSES = ("drafter version", "target version")
@@ -62,9 +67,25 @@ class _History:
     def __init__(self) -> None:
         self.long, self.short = _Average(_LONG), _Average(_SHORT)
         self.ringing = False
+        self.evidence = 0.0
         self.num_seen = 0
         self.versions: tuple[int, int] | None = None  # drafter, target: now
         self.changes: dict[str, tuple[int, int, int]] = {}  # cause -> from, to, num_seen then
+
+    def add(self, hit: bool) -> None:
+        self.num_seen += 1
+        self.short.add(hit)
+        if self.ringing:
+            return
+        if self.evidence == 0.0:
+            self.short = _Average(_SHORT)  # from where a fall may have begun
+            self.short.add(hit)
+        if self.long.weight >= _MIN_HISTORY:
+            usual = min(max(self.long.share, _LEAST), _MOST)
+            fallen = _FALL * usual
+            ratio = fallen / usual if hit else (1.0 - fallen) / (1.0 - usual)
+            self.evidence = max(0.0, self.evidence + math.log(ratio))
+        self.long.add(hit)
 
     def note(self, versions: tuple[int, int]) -> None:
         """The weights that made the trees just taken in. A fall shows only some time after the change."""
@@ -93,10 +114,7 @@ class AcceptanceAlarm:
             name = entry.plan.drafter
             history = self._histories.setdefault(name, _History())
             hit = bool(entry.accepted) and entry.tree.parents[entry.accepted[0]] == ROOT
-            history.short.add(hit)
-            if not history.ringing:
-                history.long.add(hit)
-            history.num_seen += 1
+            history.add(hit)
         events: list[AlarmEvent] = []
         for name in dict.fromkeys(entry.plan.drafter for entry in verified):
             history = self._histories[name]
@@ -108,12 +126,12 @@ class AcceptanceAlarm:
     def _judge(self, name: str, history: _History) -> AlarmEvent | None:
         before, now = history.long.share, history.short.share
         if history.ringing:
-            history.ringing = before - now > _MIN_FALL / 2
+            known = history.short.weight >= _MIN_RECOVERY
+            history.ringing = not known or now < _RECOVERED * before
             return None
-        noise = math.sqrt(max(before * (1.0 - before), 0.01) / _SHORT)
-        if history.long.weight < _MIN_HISTORY or before - now <= max(_MIN_FALL, _SIGMAS * noise):
+        if history.evidence < _EVIDENCE:
             return None
-        history.ringing = True
+        history.ringing, history.evidence = True, 0.0
         cause, detail = _cause(history)
         return AlarmEvent(
             name,

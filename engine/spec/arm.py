@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.spec.price import DraftPrice
+from engine.spec.saved import within
 from engine.spec.survival import Survival
+
+_MOST_TRIALS = 1e6  # that a saved state may claim; discounted as they are, there are never more than some hundred
 
 
 @dataclass(slots=True)
@@ -39,7 +42,16 @@ class Arm:
     @classmethod
     def from_state(cls, name: str, state: Mapping[str, Any]) -> Arm:
         """As saved. Raises KeyError, TypeError or ValueError where the state is malformed."""
-        arm = cls(name, has_scores=bool(state["has_scores"]), has_trials=bool(state["has_trials"]))
+        for key in ("has_scores", "has_trials"):
+            if not isinstance(state[key], bool):
+                raise ValueError(f"{key} must be true or false, got {state[key]!r}")
+        for key, counts in state["survival"].items():
+            for count in counts:
+                within(key, count, 0.0, _MOST_TRIALS)
+        for bucket, seconds in state["price"].items():
+            within("requests of a price", int(bucket), 0, 64)
+            within("seconds of drafting", seconds, 0.0, 1e9)
+        arm = cls(name, has_scores=state["has_scores"], has_trials=state["has_trials"])
         arm.survival.load_state_dict(state["survival"])
         arm.price.load_state_dict(state["price"])
         return arm

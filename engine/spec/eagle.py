@@ -35,7 +35,8 @@ from engine.models.eagle_checkpoint import open_drafter
 from engine.models.workspace import empty_in_huge_pages
 from engine.request import Request
 from engine.runner import ModelRunner
-from engine.spec.base import DraftJob, Trial
+from engine.sampling_params import SamplingParams
+from engine.spec.base import DraftJob, DraftPlan, Trial
 from engine.spec.config import MAX_DEPTH, SpeculativeConfig
 from engine.spec.eagle_batch import EagleBatches
 from engine.spec.eagle_cache import SCRATCH_PAGES, FeatureStore, Seat, Seats
@@ -160,8 +161,12 @@ class EagleDrafter:
         """As ``Drafter``; the head's keys are computed anew from the features, of the window only.
 
         Raises:
-            ValueError: the weights do not fit; those in use stay.
+            ValueError: the weights do not fit, or the version is not a later one; those in use stay.
         """
+        if not isinstance(version, int) or isinstance(version, bool) or version <= self.version:
+            raise ValueError(
+                f"version must be an integer above the one in use, {self.version}, got {version!r}"
+            )
         self.network.flip(self.network.stage(weights))
         self.version = version
         self._seats.clear()
@@ -174,6 +179,23 @@ class EagleDrafter:
             "num_tree_rows": float(self._num_rows["tree"]),
             "num_passes": float(self._num_passes),
         }
+
+    def warm_up(self) -> None:
+        """Touch the weights and buffers, so that the first proposal takes what all others take.
+
+        The engine must be idle: features of the first pages are written.
+        """
+        length = PAGE + 2
+        slots = torch.arange(length, dtype=torch.int32)
+        nothing = torch.zeros(length, self.network.config.feature_width)
+        self._features.write(slots, nothing.view(length, max(len(self.tap_layers), 1), -1))
+        params = SamplingParams(max_tokens=8)
+        request = Request("", [0] * length, params, seed=0, max_total_len=length + 8)
+        request.pages = [0, 1]
+        for _ in range(2):
+            self.propose([DraftJob(request, DraftPlan(self.name, 3, 3))])
+            self._seats.clear()
+        self._num_rows, self._num_passes = {"catch_up": 0, "tree": 0}, 0
 
     # ---- a proposal
 
@@ -322,6 +344,8 @@ class EagleDrafter:
             part = growing[s]
             before = len(part.growth.token_ids)
             part.growth.add(node, token_ids[row], scores[row])
+            if depth == 1 and before == len(part.growth.token_ids):
+                raise ValueError("the head's logits are not finite; check its weights")
             for child in range(before, len(part.growth.token_ids)):
                 part.made_by[child] = row
 
@@ -350,6 +374,11 @@ def open_eagle(
         max_rows=target.max_num_batched_tokens,  # at least max_num_seqs
         max_positions=target.max_model_len + MAX_DEPTH,  # nodes may lie behind the last position
     )
-    return EagleDrafter(
-        network, num_pages=runner.num_pages, max_seqs=target.max_num_seqs, window=config.window
+    drafter = EagleDrafter(
+        network,
+        num_pages=runner.num_pages,
+        max_seqs=target.max_num_seqs,
+        window=min(config.window, target.max_model_len),
     )
+    drafter.warm_up()
+    return drafter

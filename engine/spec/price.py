@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.spec.saved import MOST, within
+
 KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
 _MAX_ROWS = KNOTS[-1]
 _PRIOR_SLOPE = 0.1  # of a pass, for each further row, where nothing has been measured
@@ -26,6 +28,10 @@ _YARDSTICK_RATE = 0.2  # of a comparison, once there have been some
 _NEWS_RATE = 0.5  # of one that surprises
 NEWS = 0.15  # log of a price over the expected one: a surprise
 _DRAFT_RATE = 0.1
+_FIRST_SAMPLES = 4
+# Of what is read back: a price over that of one row, and seconds
+_PRICES = (1e-9, 1e9)
+_SECONDS = (1e-15, 1e9)
 
 # Of each row count: the knot at or below it, and how far on the way to the next one it is
 _BELOW: list[int] = []
@@ -53,7 +59,8 @@ class TargetPrice:
         self._unit_s = raw[0]
         self._raw = [value / self._unit_s for value in raw]
         self._weights = [_MEASURED_WEIGHT if points else 0.5] * len(KNOTS)
-        self._context = max(context_s, 0.0) / self._unit_s
+        self._context_s = max(context_s, 0.0)
+        self._context = self._context_s / self._unit_s
         self._units: deque[float] = deque(maxlen=_LEVEL_STEPS)
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=_LEVEL_STEPS)
         self._surprises = [0] * (
@@ -169,26 +176,47 @@ class TargetPrice:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raw, weights = _positive(state["raw"]), _positive(state["weights"])
-        unit_s, units = _positive([state["unit_s"]])[0], _positive(state["units"])
-        steps = [(int(rows), int(context), float(took)) for rows, context, took in state["steps"]]
-        surprises = [int(count) for count in state["surprises"]]
-        _positive([took for _, _, took in steps])
+        """As saved. Raises KeyError, TypeError or ValueError where the state is malformed; nothing has changed then."""
+        raw = [within("raw", value, *_PRICES) for value in state["raw"]]
+        weights = [within("weights", w, 1e-3, 1.0 / _SLOWEST_RATE) for w in state["weights"]]
+        unit_s = within("unit_s", state["unit_s"], *_SECONDS)
+        units = [within("units", value, *_SECONDS) for value in state["units"]]
+        steps = [
+            (
+                within("rows", rows, 0, _MAX_ROWS),
+                within("context", context, 0, MOST),
+                within("seconds", took, *_SECONDS),
+            )
+            for rows, context, took in state["steps"]
+        ]
+        surprises = [within("surprises", count, -MOST, MOST) for count in state["surprises"]]
+        num_compared = within("num_compared", state["num_compared"], 0, MOST)
         if not len(raw) == len(weights) == len(surprises) - 1 == len(KNOTS):
             raise ValueError(f"prices must be {len(KNOTS)} numbers, got {len(raw)}")
-        self._context *= self._unit_s / unit_s
+        within("raw of one row", raw[0], 1.0 - 1e-6, 1.0 + 1e-6)  # it is the unit, and never learnt
+        self._context = self._context_s / unit_s
         self._raw, self._weights, self._unit_s = raw, weights, unit_s
         self._units = deque(units, maxlen=_LEVEL_STEPS)
-        self._num_compared = max(int(state["num_compared"]), 0)
+        self._num_compared = num_compared
         self._surprises, self._steps = surprises, deque(steps, maxlen=_LEVEL_STEPS)
         self.settle()
 
 
 class DraftPrice:
-    """Seconds that a drafter takes for each unit of depth, by requests (in powers of two)."""
+    """Seconds that a drafter takes for each unit of depth, by requests (in powers of two).
+
+    The first proposals are dearer than those that follow: memory is cold, and a model drafter catches up with the
+    text. So at first the least of the samples counts, and later ones that are far off pull no further than others.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        self._num_samples: dict[int, int] = {}
+
+    @property
+    def is_young(self) -> bool:
+        """Whether there are too few samples to believe."""
+        return sum(self._num_samples.values()) < _FIRST_SAMPLES
 
     def seconds(self, num_requests: int, depth: int) -> float:
         if not self._seconds or not num_requests:
@@ -202,11 +230,13 @@ class DraftPrice:
 
     def observe(self, num_requests: int, depth: int, seconds: float) -> None:
         bucket, per_depth = num_requests.bit_length(), seconds / max(depth, 1)
-        known = self._seconds.get(bucket)
-        if known is None:
-            self._seconds[bucket] = per_depth
+        known = self._seconds.get(bucket, per_depth)
+        count = self._num_samples.get(bucket, 0)
+        self._num_samples[bucket] = min(count + 1, _FIRST_SAMPLES)
+        if count < _FIRST_SAMPLES:
+            self._seconds[bucket] = min(known, per_depth)
         else:
-            per_depth = min(per_depth, 4.0 * known)
+            per_depth = min(per_depth, 2.0 * known)
             self._seconds[bucket] = known + _DRAFT_RATE * (per_depth - known)
 
     def state_dict(self) -> dict[str, float]:
@@ -217,6 +247,7 @@ class DraftPrice:
         if not all(0.0 <= value < math.inf for value in seconds):
             raise ValueError(f"prices of drafting must be at least 0, got {seconds}")
         self._seconds = dict(zip(map(int, state), seconds, strict=True))
+        self._num_samples = dict.fromkeys(self._seconds, _FIRST_SAMPLES)
 
 
 def _interpolate(points: Sequence[tuple[int, float]]) -> list[float]:
@@ -235,13 +266,6 @@ def _interpolate(points: Sequence[tuple[int, float]]) -> list[float]:
         (x0, y0), (x1, y1) = points[after - 1], points[after]
         values.append(max(y0, y0 + (y1 - y0) * (knot - x0) / (x1 - x0)))
     return values
-
-
-def _positive(values: Sequence[Any]) -> list[float]:
-    found = [float(value) for value in values]
-    if not all(0.0 < value < math.inf for value in found):
-        raise ValueError(f"prices must be positive numbers, got {found}")
-    return found
 
 
 def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:

@@ -149,6 +149,9 @@ class Survival:
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
+    def forget_all(self) -> None:
+        self._requests.clear()
+
     def reset(self) -> None:
         """Weights have changed: what was learnt is a first guess, no more."""
         self._depths.fade(_PRIOR_WEIGHT)

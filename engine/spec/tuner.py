@@ -30,6 +30,7 @@ class Candidates:
         num_decoding: all decoding requests, those included that do not speculate.
         has_prefill: prefill rows will share the forward.
         num_context: tokens in the contexts of all decoding requests.
+        num_spare_rows: nodes that the step can have in all.
     """
 
     requests: Sequence[Request]
@@ -37,6 +38,7 @@ class Candidates:
     num_decoding: int
     has_prefill: bool = False
     num_context: int = 0
+    num_spare_rows: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,10 @@ class Tuner(Protocol):
         """The request has ended."""
         ...
 
+    def forget_all(self) -> None:
+        """Every live request has been given up."""
+        ...
+
     def reset(self, drafter: str | None = None) -> None:
         """Weights have changed: of a drafter, or (None) of the target, which concerns all of them."""
         ...
@@ -163,6 +169,9 @@ class FixedTuner:
         pass
 
     def forget(self, request_id: str) -> None:
+        pass
+
+    def forget_all(self) -> None:
         pass
 
     def reset(self, drafter: str | None = None) -> None:

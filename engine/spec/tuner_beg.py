@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.spec.base import DraftPlan, Trial
+from engine.spec.saved import MOST, within
 from engine.spec.tree import DraftTree
 from engine.spec.tuner import Candidates, Draft, StepRecord, check_state
 
 _WINDOW = 16  # steps whose rewards an arm remembers
+_REWARDS = (1e-12, 1e15)  # tokens per second that are believed of a saved state
 _TRIES = 2  # of every arm before any is preferred
 
 
@@ -142,6 +144,9 @@ class BegTuner:
     def forget(self, request_id: str) -> None:
         pass
 
+    def forget_all(self) -> None:
+        pass
+
     def reset(self, drafter: str | None = None) -> None:
         """Rewards were earned with other weights: every arm is tried again."""
         for arm in self._arms():
@@ -179,10 +184,14 @@ class BegTuner:
         arms = self._arms()
         try:
             saved = [
-                (str(label), int(num), [float(x) for x in rewards])
+                (
+                    str(label),
+                    within("plays", num, 0, MOST),
+                    [within("rewards", x, *_REWARDS) for x in rewards],
+                )
                 for label, num, rewards in state["arms"]
             ]
-            num_draws = int(state["num_draws"])
+            num_draws = within("num_draws", state["num_draws"], 0, MOST)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"tuner state: it is malformed: {error!r}") from error
         if [label for label, _, _ in saved] != [arm.label for arm in arms]:
@@ -191,20 +200,12 @@ class BegTuner:
                 f"{[arm.label for arm in arms]}; configure the same arms"
             )
         for label, num, rewards in saved:
-            if (
-                num < len(rewards)
-                or bool(num) != bool(rewards)
-                or not all(map(_is_reward, rewards))
-            ):
+            if num < len(rewards) or bool(num) != bool(rewards):
                 raise ValueError(f"tuner state: arm {label} has {num} plays, of rewards {rewards}")
         self._num_draws, self._played = num_draws, None
         for arm, (_, num_plays, rewards) in zip(arms, saved, strict=True):
             arm.num_plays = num_plays
             arm.rewards = deque(rewards, maxlen=_WINDOW)
-
-
-def _is_reward(value: float) -> bool:
-    return 0.0 < value < math.inf
 
 
 def default_arms(max_depth: int, width: int, max_nodes: int) -> list[tuple[int, int, int]]:

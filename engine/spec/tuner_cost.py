@@ -20,29 +20,25 @@ from engine.request import Request
 from engine.spec.arm import Arm
 from engine.spec.base import DraftPlan, Trial
 from engine.spec.price import NEWS, TargetPrice
+from engine.spec.saved import PLAIN_EVERY, TURNS, read_turns
 from engine.spec.tree import NO_TREE, DraftTree
 from engine.spec.tuner import Candidates, Draft, StepRecord, check_state
-from engine.spec.worth import MIN_GAIN, Choice, Worth, likeliest
+from engine.spec.worth import MIN_GAIN, Choice, Worth, choices, likeliest
 
-_PLAIN_EVERY = (
-    6,
-    150,
-)  # steps of speculation between plain ones: at first, and once they bring nothing new
 _NEWS = 0.15  # log of a price over the expected one
 _PROBE_SHARE = 0.004  # of the time, for chains of a drafter that is believed not to pay
 _PROBE_DEPTH = 2
 _MOST_PROBES = 3  # in a row, however long none was needed
 _PLAN_STEPS = 8  # that a plan stands, at most
 _EXPECT_EVERY = 4  # steps, of what proposals with scores promise by depth
+_FREE_PROBES = 12  # after a change of weights: enough for the alarm to hear of a dead drafter
+_YOUNG = 4.0  # times that a price of drafting that is hardly known may be too high
 _LEARN_STEPS = 8  # that wait to be learnt from, at most
 _FEW_TRIALS = 100  # under which every step may change the plan
 _DEPTH_PATIENCE = 3  # depths to look beyond the best one
 _FREE = 1e-3  # of a pass of one row, for a depth: not worth limiting the depth for
 _CHEAP = 0.01  # of a pass, for a whole proposal
 _BETTER = 1.1  # times the tokens of the proposal at hand: when to ask another drafter as well
-
-# Where it is in its explorations, as saved: name of the attribute
-_TURNS = ("steps_since_plain", "plain_every", "probe_credit_s", "probe_turn")
 
 
 class CostTuner:
@@ -72,9 +68,9 @@ class CostTuner:
         self._arms = {name: Arm(name) for name in drafters}
         self._max_depth, self._max_nodes, self._width = max_depth, max_nodes, width
         self._steps_since_plain = 0
-        self._plain_every = 2 * _PLAIN_EVERY[0]
+        self._plain_every = 2 * PLAIN_EVERY[0]
         self._probe_credit_s = 0.0
-        self._probe_turn = 0
+        self._probe_turn = self._num_free_probes = 0
         self._probed = False
         self._num_steps = 0
         self._pending: list[StepRecord] = []  # not yet learnt from
@@ -117,7 +113,7 @@ class CostTuner:
         self._learn()
         self.prices.settle()
         worth = Worth(self.prices, batch)
-        limit = worth.most_nodes(self._max_nodes)
+        limit = min(worth.most_nodes(self._max_nodes), batch.num_spare_rows)
         if limit == 0 or not self._arms:
             return nothing
         for arm in self._arms.values():
@@ -198,9 +194,14 @@ class CostTuner:
         price_s = self.prices.seconds(num + _PROBE_DEPTH, batch.num_context)
         price_s -= self.prices.seconds(num, batch.num_context)
         arm = blind[self._probe_turn % len(blind)]
-        price_s += arm.price.seconds(1, _PROBE_DEPTH)
+        draft_s = arm.price.seconds(1, _PROBE_DEPTH)
+        if arm.price.is_young:  # its first samples may have been cold: not to be shut out by them
+            draft_s = min(draft_s / _YOUNG, self.prices.seconds(num, batch.num_context))
+        price_s += draft_s
         self._probe_credit_s = min(self._probe_credit_s, _MOST_PROBES * price_s)
-        if self._probe_credit_s < price_s:
+        if self._num_free_probes:
+            self._num_free_probes -= 1
+        elif self._probe_credit_s < price_s:
             return plans
         at = self._probe_turn // len(blind) % len(plans)
         self._probe_turn += 1
@@ -314,7 +315,7 @@ class CostTuner:
     def _compare(self, record: StepRecord) -> None:
         """A plain step among others: as long as it brings news of prices, the next one comes soon."""
         news = self.prices.compare(record.num_rows, record.num_context, record.target_s)
-        first, last = _PLAIN_EVERY
+        first, last = PLAIN_EVERY
         self._plain_every = first if abs(news) > NEWS else min(2 * self._plain_every, last)
 
     def observe_trials(self, drafter: str, trials: Sequence[Trial]) -> None:
@@ -330,9 +331,14 @@ class CostTuner:
         for arm in self._arms.values():
             arm.survival.forget(request_id)
 
+    def forget_all(self) -> None:
+        self._learn()
+        for arm in self._arms.values():
+            arm.survival.forget_all()
+
     def reset(self, drafter: str | None = None) -> None:
         self._learn()
-        self._planned = (), 0
+        self._planned, self._num_free_probes = ((), 0), _FREE_PROBES
         for arm in self._arms.values():
             if drafter in (None, arm.name):
                 arm.survival.reset()
@@ -358,27 +364,18 @@ class CostTuner:
             "pass_ms": round(1e3 * self.prices.unit_s, 3),
             "relative_price": {n: round(self.prices.relative(n), 3) for n in rows},
             "drafters": {arm.name: arm.explain() for arm in self._arms.values()},
-            "choice": {arm.name: self._choices(arm) for arm in self._arms.values()},
+            "choice": {
+                arm.name: choices(self.prices, arm.survival.chain("", self._max_depth))
+                for arm in self._arms.values()
+            },
         }
-
-    def _choices(self, arm: Arm) -> dict[int, dict[str, float]]:
-        """By number of decoding requests of average luck: tokens drafted for each, and the gain expected."""
-        choices: dict[int, dict[str, float]] = {}
-        for num in (1, 2, 4, 8, 16, 32):
-            batch = Candidates((), (), num)
-            chains = [arm.survival.chain("", self._max_depth)] * num
-            survivals = [node.survival for node in likeliest(chains, 4 * num + 64)]
-            choice = Worth(self.prices, batch).choose(survivals)
-            each, gain = round(choice.count / num, 2), round(choice.gain, 3)
-            choices[num] = {"tokens_each": each, "gain": gain}
-        return choices
 
     def state_dict(self) -> dict[str, Any]:
         self._learn()
         return {
             "tuner": self.name,
             "prices": self.prices.state_dict(),
-            "turns": {name: getattr(self, f"_{name}") for name in _TURNS},
+            "turns": {name: getattr(self, f"_{name}") for name in TURNS},
             "drafters": {arm.name: arm.state_dict() for arm in self._arms.values()},
         }
 
@@ -386,7 +383,7 @@ class CostTuner:
         check_state(state, self.name)
         prices, arms = copy.deepcopy(self.prices), dict(self._arms)
         try:
-            turns = {name: type(getattr(self, f"_{name}"))(state["turns"][name]) for name in _TURNS}
+            turns = read_turns(state["turns"])
             prices.load_state_dict(state["prices"])
             for name, saved in state["drafters"].items():
                 if name in arms:

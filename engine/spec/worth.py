@@ -108,3 +108,13 @@ def likeliest(chains: Sequence[Sequence[float]], limit: int) -> list[Node]:
         else:
             heapq.heappop(heap)
     return order
+
+
+def choices(prices: TargetPrice, chain: Sequence[float]) -> dict[int, dict[str, float]]:
+    """What would be chosen, by number of requests that are all worth ``chain``: tokens for each, and the gain."""
+    found: dict[int, dict[str, float]] = {}
+    for num in (1, 2, 4, 8, 16, 32):
+        survivals = [node.survival for node in likeliest([chain] * num, 4 * num + 64)]
+        choice = Worth(prices, Candidates((), (), num)).choose(survivals)
+        found[num] = {"tokens_each": round(choice.count / num, 2), "gain": round(choice.gain, 3)}
+    return found

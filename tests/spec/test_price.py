@@ -149,6 +149,19 @@ def test_state_round_trip() -> None:
     assert other.unit_s == price.unit_s
 
 
+def test_states_that_come_and_go_leave_the_price_of_context() -> None:
+    """It is known in seconds: no chain of states wears it out, and a tiny unit does not lose it."""
+    price = TargetPrice(MEASURED, context_s=1e-7)
+    state = json.loads(json.dumps(price.state_dict()))
+    expected = price.context(1000) * price.unit_s
+    for unit_s in (1e-15, 1e9, state["unit_s"]):
+        price.load_state_dict(state | {"unit_s": unit_s})
+        assert price.context(1000) * price.unit_s == pytest.approx(expected)
+    with pytest.raises(ValueError, match="unit_s must be a number from"):
+        price.load_state_dict(state | {"unit_s": 1e-320})
+    assert price.context(1000) * price.unit_s == pytest.approx(expected)
+
+
 # ---- drafting
 
 
