@@ -127,3 +127,14 @@ def test_a_first_level_hit_counts_wherever_it_stands_in_the_tree() -> None:
         events += alarm.observe([Verified("0", plan, tree, [])], {})
     assert len(events) == 1
     assert events[0].before > 0.95
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "within"),
+    [(0.9, 0.0, 20), (0.2, 0.0, 250), (0.1, 0.0, 500), (0.6, 0.4, 800), (0.4, 0.2, 500)],
+)
+def test_falls_from_any_height_are_heard(before: float, after: float, within: int) -> None:
+    for seed in range(6):
+        watch = Watch(seed)
+        assert not watch.run(5000, before)
+        assert watch.run(within, after), (seed, before, after)
