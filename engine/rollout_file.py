@@ -92,7 +92,7 @@ def read_rollout(path: str | os.PathLike[str]) -> list[RolloutSample]:
             continue
         try:
             sample = _sample(number, json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"rollout {os.fspath(path)!r}, line {number}: {error}") from error
         before = seen.setdefault((sample.prompt_token_ids, sample.seed), number)
         if before != number:

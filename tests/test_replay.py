@@ -240,6 +240,7 @@ GOOD = '{"prompt_token_ids": [1, 2], "seed": 1, "token_ids": [3, 4]}'
     ("line", "message"),
     [
         ("{", "line 2"),
+        ("[" * 100_000, "line 2"),
         ("[1]", "line 2: it must be a JSON object, got list"),
         ('{"seed": 1}', "line 2: prompt_token_ids is missing"),
         ('{"prompt_token_ids": [], "seed": 1, "token_ids": [1]}', "at least one token id"),

@@ -119,7 +119,8 @@ class EagleNetwork:
         target's is not kept: the target's is used.
 
         Raises:
-            ValueError: as the constructor; also values that are not finite in the dtype that is kept, and ids outside the vocabulary.
+            ValueError: as the constructor; also values that are not finite in the dtype that is kept, and ids outside
+                the vocabulary.
         """
         tensors = canonical(weights)
         for name, tensor in tensors.items():

@@ -19,6 +19,8 @@ BEG_ALGORITHMS = ("BEG", "EG", "UCB1", "PREDEFINED")
 MAX_DEPTH = 64
 MAX_NODES = 256
 
+_BANDIT = ("tune_algorithm", "mab_configs", "mab_bs_threshold", "bs_threshold")
+
 # Names of other engines -> ours
 _ALIASES = {
     "num_steps": "num_speculative_tokens",
@@ -53,6 +55,8 @@ class SpeculativeConfig:
         max_history_tokens: earlier rollouts that the suffix drafter keeps, tokens.
         on_acceptance_drop: "warn" (log and count) or "ignore".
         seed: of the tuner's own draws.
+
+    A key that would have no effect is refused where it differs from its default: whoever gives it expects one.
 
     Raises:
         ValueError: names the key, what came, and what is accepted.
@@ -121,6 +125,7 @@ class SpeculativeConfig:
             raise self._error("acceptance", "a number from 0 to 1", value)
         self._bandit()
         self._sources()
+        self._effects()
 
     def _sources(self) -> None:
         if self.method in ("eagle", "eagle3") and self.model is None:
@@ -132,6 +137,21 @@ class SpeculativeConfig:
             )
         if self.method == "oracle" and self.trace is None:
             raise self._error("trace", "the JSONL of a recorded rollout for method 'oracle'", None)
+
+    def _effects(self) -> None:
+        """Refuse what nothing would read."""
+        for names, has_reader, reader in (
+            (("trace", "acceptance"), self.method == "oracle", "method 'oracle'"),
+            (_BANDIT, self.tuner == "beg", "tuner 'beg'"),
+            (("window",), self.model is not None, "a head (model)"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if not has_reader and value != _DEFAULTS[name]:
+                    raise ValueError(
+                        f"speculative_config: {name}={value!r} has no effect with method {self.method!r}, "
+                        f"tuner {self.tuner!r}, model={self.model!r}: it is for {reader}; leave it out"
+                    )
 
     def _bandit(self) -> None:
         thresholds = self.mab_bs_threshold
@@ -189,3 +209,6 @@ class SpeculativeConfig:
     @staticmethod
     def _error(name: str, expected: str, got: object) -> ValueError:
         return ValueError(f"speculative_config: {name} must be {expected}, got {got!r}")
+
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SpeculativeConfig)}

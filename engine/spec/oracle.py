@@ -35,7 +35,10 @@ class OracleDrafter:
     Args:
         records: of the rollout that will be repeated; requests that are not in it get no draft.
         acceptance: probability that a token is not spoilt, independently at each position.
-        vocab_size: a spoilt token is the one after it, modulo this.
+        vocab_size: of the target; a spoilt token is the one after it, modulo this.
+
+    Raises:
+        ValueError: ``acceptance`` is no probability, or a record has ids outside the vocabulary; it is named.
     """
 
     name = "oracle"
@@ -46,6 +49,13 @@ class OracleDrafter:
     def __init__(self, records: Sequence[Recorded], *, acceptance: float, vocab_size: int) -> None:
         if not 0.0 <= acceptance <= 1.0:
             raise ValueError(f"acceptance must be from 0 to 1, got {acceptance}")
+        for number, record in enumerate(records, 1):
+            most = max((*record.prompt_token_ids, *record.output_token_ids), default=0)
+            if most >= vocab_size:
+                raise ValueError(
+                    f"trace: sample {number} has token id {most}, the target's vocabulary is 0..{vocab_size - 1}; "
+                    f"give a rollout of the same model"
+                )
         self.acceptance = acceptance
         self._vocab_size = vocab_size
         self._outputs = {(r.prompt_token_ids, r.seed): r.output_token_ids for r in records}
@@ -114,6 +124,8 @@ def read_records(path: str | Path) -> list[Recorded]:
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"trace: {str(path)!r} is not UTF-8 text: {error}") from error
     except OSError as error:
         raise ValueError(f"trace: cannot read {str(path)!r}: {error.strerror or error}") from error
     records: list[Recorded] = []
@@ -124,12 +136,12 @@ def read_records(path: str | Path) -> list[Recorded]:
             entry = json.loads(line)
             records.append(
                 Recorded(
-                    tuple(map(int, entry["prompt_token_ids"])),
-                    int(entry["seed"]),
-                    tuple(map(int, entry["token_ids"])),
+                    _integers("prompt_token_ids", entry["prompt_token_ids"]),
+                    _integers("seed", [entry["seed"]])[0],
+                    _integers("token_ids", entry["token_ids"]),
                 )
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"trace: line {number} of {str(path)!r} must be an object with prompt_token_ids, seed and "
                 f"token_ids: {error!r}"
@@ -137,3 +149,12 @@ def read_records(path: str | Path) -> list[Recorded]:
     if not records:
         raise ValueError(f"trace: {str(path)!r} holds no samples")
     return records
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise ValueError(f"{name} must be a list of token ids, got {values!r}")
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} must be integers from 0, got {value!r}")
+    return tuple(values)

@@ -180,6 +180,24 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda t: t["midlayer.mlp.up_proj.weight"].view(-1)[3].fill_(float("nan")),
         "midlayer.mlp.up_proj.weight holds values that are not finite",
     ),
+    "finite-in-float64": (
+        lambda t: t.update(
+            {"fc.weight": torch.full_like(t["fc.weight"], 1e39, dtype=torch.double)}
+        ),
+        "fc.weight holds values that are not finite in torch.float32",
+    ),
+    "norm-finite-in-float64": (
+        lambda t: t.update({"norm.weight": torch.full((64,), -1e39, dtype=torch.double)}),
+        "norm.weight holds values that are not finite in torch.float32",
+    ),
+    "sparse": (
+        lambda t: t.update({"fc.weight": t["fc.weight"].to_sparse()}),
+        "fc.weight must be a dense tensor, got torch.sparse_coo",
+    ),
+    "sparse-map": (
+        lambda t: t.update({"d2t": t["d2t"].to_sparse()}),
+        "d2t must be a dense tensor, got torch.sparse_coo",
+    ),
     "kind": (lambda t: t.update({"fc.weight": [1.0]}), "fc.weight must be a tensor"),
     "integers": (
         lambda t: t.update({"fc.weight": t["fc.weight"].long()}),

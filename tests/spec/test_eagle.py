@@ -341,6 +341,31 @@ def test_new_weights_drop_the_old_keys() -> None:
     assert drafter.propose([job]) == fresh.propose([job]) != before
 
 
+@pytest.mark.parametrize("version", [3, 2, -1, "4", None, 4.0, True])
+def test_a_version_that_is_not_a_later_one_is_refused(version: Any) -> None:
+    """Versions are how a rollout knows which weights drafted it: one that came twice would name two."""
+    from tests.models.eagle_oracle import tiny_head
+
+    drafter = a_drafter(Path(), "eagle3", 16)
+    _, tensors = tiny_head(drafter.network.decoder.config, "eagle3", draft_vocab_size=100)
+    drafter.load(tensors, 3)
+    before = drafter.network.weights
+    with pytest.raises(ValueError, match=r"version must be an integer above the one in use, 3"):
+        drafter.load(tensors, version)
+    assert drafter.version == 3
+    assert drafter.network.weights is before
+
+
+def test_a_window_beyond_the_longest_sequence_takes_no_more_memory(exact: dict[str, Path]) -> None:
+    """Seats of the largest window that the config allows would not fit any machine."""
+    config = {"method": "eagle3", "model": str(exact["eagle3"]), "window": 2**20, "tuner": "fixed"}
+    options = {"dtype": "float32", "max_model_len": 96, "num_threads": 1, "kv_cache_bytes": 1 << 20}
+    llm = LLM(str(exact["target"]), speculative_config=config, **options)
+    assert llm.engine.speculator.drafters["eagle"]._window == 96
+    outputs(llm, [PROMPT[:20]], params(max_tokens=20))
+    assert not llm.engine.speculator.failures
+
+
 def test_a_top_k_of_one_is_greedy_with_alternatives() -> None:
     drafter = a_drafter(Path(), "eagle3", 16)
     plan = DraftPlan("eagle", 2, 6, 2)

@@ -78,8 +78,16 @@ def test_what_is_spoilt_depends_on_request_and_position_alone() -> None:
 
 
 def test_spoilt_tokens_stay_in_the_vocabulary() -> None:
-    drafter = OracleDrafter([Recorded((7, 8), 1, (4, 4))], acceptance=0.0, vocab_size=5)
-    assert proposal(drafter, make_request()) == [0, 0]
+    drafter = OracleDrafter([Recorded((3, 4), 1, (4, 4))], acceptance=0.0, vocab_size=5)
+    assert proposal(drafter, make_request(prompt=(3, 4))) == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [Recorded((7, 9), 2, (1,)), Recorded((7,), 2, (1, 9, 2))])
+def test_a_rollout_of_another_vocabulary_is_refused(bad: Recorded) -> None:
+    with pytest.raises(
+        ValueError, match=r"trace: sample 2 has token id 9, .* vocabulary is 0\.\.8"
+    ):
+        OracleDrafter([Recorded((7, 8), 1, (8,)), bad], acceptance=1.0, vocab_size=9)
 
 
 def test_an_id_may_be_used_again() -> None:
@@ -124,6 +132,15 @@ def test_records_survive_their_file(tmp_path: Path) -> None:
         json.dumps({"prompt_token_ids": [1], "seed": None, "token_ids": []}),
         json.dumps({"prompt_token_ids": 1, "seed": 1, "token_ids": []}),
         json.dumps({"prompt_token_ids": ["x"], "seed": 1, "token_ids": []}),
+        json.dumps({"prompt_token_ids": "12", "seed": 1, "token_ids": [1]}),
+        json.dumps({"prompt_token_ids": [1], "seed": 1, "token_ids": "12"}),
+        json.dumps({"prompt_token_ids": [1], "seed": 1, "token_ids": [1.7, 2.2]}),
+        json.dumps({"prompt_token_ids": [1], "seed": 1, "token_ids": [-5]}),
+        json.dumps({"prompt_token_ids": [True], "seed": 1, "token_ids": [1]}),
+        '{"prompt_token_ids": [1], "seed": 1e999, "token_ids": [1]}',
+        '{"prompt_token_ids": [1], "seed": 1.0, "token_ids": [1]}',
+        '{"prompt_token_ids": [1], "seed": -1, "token_ids": [1]}',
+        "[" * 100_000,
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
@@ -131,6 +148,13 @@ def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
     write_records(path, [Recorded((1,), 1, (2,))])
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match=r"trace: line 2 of .*trace\.jsonl.* must be an object"):
+        read_records(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\xff\xfe\x00bad")
+    with pytest.raises(ValueError, match=r"trace: .*trace\.jsonl.* is not UTF-8 text"):
         read_records(path)
 
 

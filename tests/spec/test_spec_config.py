@@ -58,13 +58,25 @@ BAD: dict[str, tuple[Any, ...]] = {
 }
 
 
+NEEDED: dict[str, dict[str, Any]] = {  # for a key to have an effect
+    "window": {"model": "/m"},
+    "trace": {"method": "oracle"},
+    "acceptance": {"method": "oracle", "trace": "/t.jsonl"},
+    "tune_algorithm": {"tuner": "beg"},
+    "mab_configs": {"tuner": "beg"},
+    "mab_bs_threshold": {"tuner": "beg"},
+    "bs_threshold": {"tuner": "beg"},
+}
+
+
 def test_the_tables_have_every_key() -> None:
     assert set(GOOD) == set(BAD) == {f.name for f in fields(SpeculativeConfig)}
 
 
 @pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in GOOD.items() for v in values])
 def test_good_values(key: str, value: Any) -> None:
-    config = SpeculativeConfig.of({key: value})
+    needed = {} if value is None else NEEDED.get(key, {})
+    config = SpeculativeConfig.of(needed | {key: value})
     assert config is not None
     found = getattr(config, key)
     assert found == (tuple(value) if isinstance(value, list) else value)
@@ -161,6 +173,25 @@ def test_what_a_method_needs(given: dict[str, Any], message: str) -> None:
         SpeculativeConfig.of(given)
 
 
+@pytest.mark.parametrize("key", NEEDED)
+def test_a_key_without_effect_is_refused(key: str) -> None:
+    default = getattr(SpeculativeConfig(), key)
+    value = next(v for v in reversed(GOOD[key]) if v not in (default, None))
+    if key == "window":
+        value = 16
+    if key == "acceptance":
+        value = 0.5
+    others = (
+        {"method": "suffix"},
+        {"method": "auto", "tuner": "fixed"},
+        {"method": "suffix", "tuner": "off"},
+    )
+    for given in others:
+        with pytest.raises(ValueError, match=rf"speculative_config: {key}=.* has no effect with"):
+            SpeculativeConfig.of(given | {key: value})
+        SpeculativeConfig.of(given | {key: default})  # what a tool writes out in full still works
+
+
 def test_most_nodes() -> None:
     assert SpeculativeConfig(num_speculative_tokens=5).max_nodes == 5
     assert SpeculativeConfig(num_speculative_tokens=5, top_k=4).max_nodes == 20
@@ -170,6 +201,6 @@ def test_most_nodes() -> None:
 
 def test_arms_of_the_bandit() -> None:
     assert SpeculativeConfig.arm("8_4_48") == (8, 4, 48)
-    config = SpeculativeConfig.of({"mab_configs": "8_4_48,2_1_2"})
+    config = SpeculativeConfig.of({"tuner": "beg", "mab_configs": "8_4_48,2_1_2"})
     assert config is not None
     assert config.mab_configs == ("8_4_48", "2_1_2")
