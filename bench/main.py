@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from bench.harness import json_line
+from engine.option_parser import OptionParser
 
 BENCHES = {
     "throughput": "tokens/s by batch size; the lean-engine shape of 256 mixed sequences",
@@ -26,7 +27,7 @@ BENCHES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a bench; the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="tlt bench",
         description="Measure the engine, and peers in the same rounds. The last line is JSON.",
         epilog="The per-op suite: python -m pytest bench (or make bench).",
@@ -36,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text)
         _add_common_options(command)
         importlib.import_module(f"bench.{name}").add_options(command)
-    options = parser.parse_args(argv)
+    options = parser.read(sys.argv[1:] if argv is None else argv)
+    if isinstance(options, int):
+        return options
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         record = importlib.import_module(f"bench.{options.bench}").run(options)

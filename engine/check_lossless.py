@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ PROMPTS = (  # some that text repeats itself in, some that it does not
 _ORACLE_ACCEPTANCE = 0.8
 _AROUND = 6  # tokens shown on each side of a difference
 _TOLERANCE_OFF_CPU = 1e-4
+_MOST_SEEDS = 4096  # of each prompt and temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ def run_check(engine_arguments: Mapping[str, Any], options: argparse.Namespace) 
     """Compare, print the table, the first difference and one JSON line. 0: nothing differs; 1: something does."""
     from engine.llm import LLM
 
+    _check_numbers(options)
     settings = list(_settings(options))
     plain = LLM(**engine_arguments, max_num_seqs=1, enable_prefix_caching=False)
     cases = _cases(options, plain)
@@ -152,6 +155,15 @@ def run_check(engine_arguments: Mapping[str, Any], options: argparse.Namespace) 
         print(f"no proof: {failure}")
     print(json.dumps({"check": "lossless", "model": engine_arguments["model"], **summary}))
     return 0 if summary["lossless"] else 1
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    """Refuse at once what would only be found out, or prove nothing, after a long run."""
+    if not 1 <= options.seeds <= _MOST_SEEDS:
+        raise ValueError(f"--seeds must be from 1 to {_MOST_SEEDS}, got {options.seeds}")
+    tolerance = options.logprob_tolerance
+    if tolerance is not None and not 0.0 <= tolerance < math.inf:
+        raise ValueError(f"--logprob-tolerance must be a finite number from 0, got {tolerance}")
 
 
 def _settings(options: argparse.Namespace) -> Iterator[Setting]:
@@ -195,8 +207,6 @@ def _speculative_config(setting: Setting, options: argparse.Namespace, trace: Pa
 
 
 def _cases(options: argparse.Namespace, llm: LLM) -> list[Case]:
-    if options.seeds < 1:
-        raise ValueError(f"--seeds must be at least 1, got {options.seeds}")
     prompts: Sequence[str | list[int]] = options.prompt or PROMPTS
     if llm.engine.tokenizer is None:  # ids with a period, and the model's own continuation
         size = llm.config.model.vocab_size

@@ -18,6 +18,7 @@ from typing import Any
 from engine.check_lossless import add_parser as add_check
 from engine.check_lossless import run_check
 from engine.drafter_cli import add_commands as add_drafter
+from engine.option_parser import OptionParser
 from engine.replay_cli import add_commands as add_replay
 from engine.replay_cli import run_replay
 
@@ -27,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:  # bench has a command line of its own
         return _bench(arguments[1:])
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().read(arguments)
+    if isinstance(options, int):
+        return options
     level = logging.INFO if options.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -48,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OptionParser:
+    parser = OptionParser(
         prog="tlt", description="An inference engine for adaptive speculative decoding in RL."
     )
     commands = parser.add_subparsers(dest="command", required=True)

@@ -23,6 +23,7 @@ LAYERS: dict[str, int] = {
     "engine.sampling_params": 0,
     "engine.metrics": 0,
     "engine.machine": 0,
+    "engine.option_parser": 0,
     "engine.model_config": 0,
     "engine.request": 1,
     "engine.outputs": 1,

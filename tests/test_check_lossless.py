@@ -108,6 +108,11 @@ def test_every_kind_of_difference_is_seen(got: CompletionOutput, at: int, what: 
         ("--tuners", "magic"),
         ("--temperatures", "warm"),
         ("--seeds", "0"),
+        ("--seeds", "99999999999999999999"),
+        ("--seeds", "two"),
+        ("--logprob-tolerance", "nan"),
+        ("--logprob-tolerance", "-1"),
+        ("--logprob-tolerance", "inf"),
     ],
 )
 def test_bad_options_are_one_line_and_status_2(

@@ -47,6 +47,19 @@ def test_explain_names_the_backend_of_every_op(capsys: pytest.CaptureFixture[str
         ["explain", "--ops", "fast"],
         ["demo", "--output", "/proc/nope/x.png"],
         ["demo", "--output", "/tmp"],
+        ["generate", "--max-tokens", "many", "x"],
+        ["generate", "--no-such-option", "x"],
+        ["generate", "--model", "/nowhere", "x", "--two\nlines"],
+        ["explain", "--num-threads"],
+        ["drafter", "init"],
+        ["drafter", "init", "--target", "x", "--output", "y", "--kind", "z"],
+        ["check"],
+        ["check", "lossless", "--seeds", "1.5"],
+        ["replay", "record"],
+        ["replay", "score", "x", "--tuner", "magic"],
+        ["replay", "score", "x", "y", "z"],
+        ["bench", "latency", "--rounds", "few"],
+        ["bench", "nothing"],
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -57,6 +70,22 @@ def test_bad_input_is_one_line_and_status_2(
     assert captured.out == ""
     assert captured.err.startswith(f"tlt {arguments[0]}: ")
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["--no-such-option"]])
+def test_no_command_is_one_line_and_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("tlt: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_help_is_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "lossless", "--help"]) == 0
+    assert "--logprob-tolerance" in capsys.readouterr().out
 
 
 def test_demo_runs_its_whole_workload_and_draws_it(
