@@ -33,6 +33,7 @@ PROMPTS = (  # some that text repeats itself in, some that it does not
 _ORACLE_ACCEPTANCE = 0.8
 _AROUND = 6  # tokens shown on each side of a difference
 _TOLERANCE_OFF_CPU = 1e-4
+_MOST_SEQS = 2**20
 _MOST_SEEDS = 4096  # of each prompt and temperature
 
 
@@ -170,8 +171,10 @@ def _settings(options: argparse.Namespace) -> Iterator[Setting]:
     for drafter in _words("--drafters", options.drafters):
         for tuner in _words("--tuners", options.tuners):
             for size in _words("--batch-sizes", options.batch_sizes):
-                if not size.isdecimal() or int(size) < 1:
-                    raise ValueError(f"--batch-sizes must be integers from 1, got {size!r}")
+                if not size.isdecimal() or not 1 <= int(size) <= _MOST_SEQS:
+                    raise ValueError(
+                        f"--batch-sizes must be integers from 1 to {_MOST_SEQS}, got {size!r}"
+                    )
                 setting = Setting(drafter, tuner, int(size))
                 _speculative_config(setting, options, None)  # whatever is wrong is said at once
                 yield setting

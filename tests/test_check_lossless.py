@@ -102,6 +102,7 @@ def test_every_kind_of_difference_is_seen(got: CompletionOutput, at: int, what: 
     [
         ("--batch-sizes", "0"),
         ("--batch-sizes", ","),
+        ("--batch-sizes", "99999999999999999999"),
         ("--drafters", "sufix"),
         ("--drafters", "oracle:often"),
         ("--drafters", "eagle3"),
