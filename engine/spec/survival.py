@@ -83,6 +83,10 @@ class Survival:
             result.append(alive)
         return result
 
+    def first(self, request_id: str, tree: DraftTree) -> float:
+        """P(the first node of a tree with scores is accepted): no other node is likelier."""
+        return self._by_score[int(tree.scores[0] * (NUM_SCORES - 1e-6))] * self.factor(request_id)
+
     def nodes(self, request_id: str, tree: DraftTree) -> list[float]:
         """P(a walk reaches each node of a tree)."""
         factor, alive = self.factor(request_id), []

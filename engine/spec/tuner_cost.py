@@ -266,8 +266,12 @@ class CostTuner:
                 arm.has_scores = True
                 if learns:
                     arm.survival.expect(draft.tree)
+                if arm.survival.first(draft.request.request_id, draft.tree) <= least:
+                    continue
             alive = arm.survival.nodes(draft.request.request_id, draft.tree)
             nodes += [(-s, number, node) for node, s in enumerate(alive) if s > least]
+        if not nodes:
+            return [NO_TREE] * len(trees)
         nodes.sort()
         choice = worth.choose([-s for s, _, _ in nodes])
         kept: dict[int, list[int]] = {}

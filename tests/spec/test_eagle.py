@@ -361,7 +361,7 @@ def test_a_window_beyond_the_longest_sequence_takes_no_more_memory(exact: dict[s
     config = {"method": "eagle3", "model": str(exact["eagle3"]), "window": 2**20, "tuner": "fixed"}
     options = {"dtype": "float32", "max_model_len": 96, "num_threads": 1, "kv_cache_bytes": 1 << 20}
     llm = LLM(str(exact["target"]), speculative_config=config, **options)
-    assert llm.engine.speculator.drafters["eagle"]._window == 96
+    assert llm.engine.speculator.drafters["eagle"]._window == 96  # pyright: ignore[reportAttributeAccessIssue]
     outputs(llm, [PROMPT[:20]], params(max_tokens=20))
     assert not llm.engine.speculator.failures
 
