@@ -4,7 +4,8 @@ Outputs stay right whatever a drafter proposes, so a dead one shows nowhere but 
 long discounted average (its own history) over the first proposal of each verified tree, which is there whatever the
 depth, and Page's cumulative sum (Page 1954, "Continuous inspection schemes"): the evidence, as a log-likelihood ratio,
 that acceptance has fallen to a share of its history. So a fall from 15% to nothing is heard as well as one from 90%.
-Knows nothing of how drafting works.
+Where proposals bring scores, each is compared with those of its own score: a tuner that verifies less promising ones,
+because fewer requests run and rows have become cheap, is no fall. Knows nothing of how drafting works.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _EVIDENCE = 14.0  # log-likelihood ratio at which it rings
 _RECOVERED = 0.8  # of the history: ready again, after so many verifications
 _MIN_RECOVERY = 60.0
 _LEAST, _MOST = 0.02, 0.98  # a history is never that sure
+_NUM_SCORES = 10
+_MIN_OF_SCORE = 40.0  # verifications of about that score before they are a history of their own
 _RECENT = 600  # verifications after a change of weights in which a fall is laid to it
 
 _CAUSES = ("drafter version", "target version")
@@ -53,7 +56,7 @@ class _Average:
     weight: float = 0.0
     hits: float = 0.0
 
-    def add(self, hit: bool) -> None:
+    def add(self, hit: float) -> None:
         keep = 1.0 - 1.0 / self.span
         self.weight = self.weight * keep + 1.0
         self.hits = self.hits * keep + hit
@@ -66,26 +69,35 @@ class _Average:
 class _History:
     def __init__(self) -> None:
         self.long, self.short = _Average(_LONG), _Average(_SHORT)
+        self.usual = _Average(_SHORT)  # what proposals like those in ``short`` have been worth
+        self.by_score = [_Average(_LONG) for _ in range(_NUM_SCORES)]
         self.ringing = False
         self.evidence = 0.0
         self.num_seen = 0
         self.versions: tuple[int, int] | None = None  # drafter, target: now
         self.changes: dict[str, tuple[int, int, int]] = {}  # cause -> from, to, num_seen then
 
-    def add(self, hit: bool) -> None:
+    def add(self, hit: bool, score: float | None) -> None:
+        """A verified tree: whether its first level held the target's token, and the best score there."""
         self.num_seen += 1
+        if self.evidence == 0.0 and not self.ringing:  # from where a fall may begin
+            self.short, self.usual = _Average(_SHORT), _Average(_SHORT)
+        alike = self.long if score is None else self.by_score[int(score * (_NUM_SCORES - 1e-6))]
+        usual = alike.share
+        if score is not None and alike.weight < _MIN_OF_SCORE:
+            usual = min(score, self.long.share)
+        usual = min(max(usual, _LEAST), _MOST)
         self.short.add(hit)
+        self.usual.add(usual)
         if self.ringing:
             return
-        if self.evidence == 0.0:
-            self.short = _Average(_SHORT)  # from where a fall may have begun
-            self.short.add(hit)
         if self.long.weight >= _MIN_HISTORY:
-            usual = min(max(self.long.share, _LEAST), _MOST)
             fallen = _FALL * usual
             ratio = fallen / usual if hit else (1.0 - fallen) / (1.0 - usual)
             self.evidence = max(0.0, self.evidence + math.log(ratio))
         self.long.add(hit)
+        if score is not None:
+            alike.add(hit)
 
     def note(self, versions: tuple[int, int]) -> None:
         """The weights that made the trees just taken in. A fall shows only some time after the change."""
@@ -114,7 +126,12 @@ class AcceptanceAlarm:
             name = entry.plan.drafter
             history = self._histories.setdefault(name, _History())
             hit = bool(entry.accepted) and entry.tree.parents[entry.accepted[0]] == ROOT
-            history.add(hit)
+            scores = [
+                score
+                for score, parent in zip(entry.tree.scores, entry.tree.parents, strict=False)
+                if parent == ROOT
+            ]
+            history.add(hit, max(scores, default=None))
         events: list[AlarmEvent] = []
         for name in dict.fromkeys(entry.plan.drafter for entry in verified):
             history = self._histories[name]
@@ -124,7 +141,7 @@ class AcceptanceAlarm:
         return events
 
     def _judge(self, name: str, history: _History) -> AlarmEvent | None:
-        before, now = history.long.share, history.short.share
+        before, now = history.usual.share, history.short.share
         if history.ringing:
             known = history.short.weight >= _MIN_RECOVERY
             history.ringing = not known or now < _RECOVERED * before

@@ -64,14 +64,20 @@ class Worth:
 
     def _choose_beside_prefill(self, survivals: Sequence[float], draft_price: float) -> Choice:
         """Prefill has to be done anyway: nodes pay if the rows that they add cost less than their tokens are worth."""
-        relative, base = self._relative, self._base
         gain, best, best_net = 0.0, 0, 0.0
+        row_price = self._row_price_beside_prefill()
         for count, survival in enumerate(survivals, 1):
             gain += survival
-            net = gain - self._plain_rate * (relative(base + count) - relative(base) + draft_price)
+            net = gain - self._plain_rate * (count * row_price + draft_price)
             if net > best_net:
                 best, best_net = count, net
         return Choice(best, 1.0 + best_net / self._num)
+
+    def _row_price_beside_prefill(self) -> float:
+        """Of one more row among many: its share of such a pass at least, as where arithmetic is the limit."""
+        base = self._base
+        ahead = (self._relative(base + _PATIENCE) - self._relative(base)) / _PATIENCE
+        return max(ahead, self._relative(base) / base)
 
     def most_nodes(self, max_nodes: int) -> int:
         """Nodes beyond which not even near-certain acceptance would pay; ``max_nodes`` of each request."""
@@ -90,6 +96,8 @@ class Worth:
 
     def least_survival(self) -> float:
         """Survival below which no node pays: what its row costs, at the rate of plain decoding."""
+        if self._has_prefill:
+            return self._row_price_beside_prefill() * self._plain_rate
         relative, base = self._relative, self._base
         ahead = (relative(base + _PATIENCE) - relative(base)) / _PATIENCE
         return min(relative(base + 1) - relative(base), ahead) * self._plain_rate

@@ -138,3 +138,20 @@ def test_falls_from_any_height_are_heard(before: float, after: float, within: in
         watch = Watch(seed)
         assert not watch.run(5000, before)
         assert watch.run(within, after), (seed, before, after)
+
+
+def test_less_promising_proposals_are_no_fall() -> None:
+    """As a batch empties, rows become cheap, and a tuner verifies what it would not have looked at before."""
+    alarm, rng, plan = AcceptanceAlarm(), random.Random(0), DraftPlan("suffix", 1, 1)
+
+    def run(num: int, score: float, chance: float) -> list[AlarmEvent]:
+        events: list[AlarmEvent] = []
+        for _ in range(num):
+            tree = DraftTree.chain([1], [score])
+            accepted = [0] if rng.random() < chance else []
+            events += alarm.observe([Verified("0", plan, tree, accepted)], {})
+        return events
+
+    assert not run(2000, 0.95, 0.9)
+    assert not run(2000, 0.35, 0.3)
+    assert len(run(500, 0.95, 0.3)) == 1
