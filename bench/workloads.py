@@ -5,6 +5,7 @@ Owns texts and lengths only. Invariant: the same arguments give the same request
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 from collections.abc import Mapping, Sequence
@@ -119,8 +120,7 @@ def reasoning_jobs(
         raise ValueError("--tasks needs reasoning-gym: pip install 'tlt-engine[tasks]'")
     if tokenizer is None:
         raise ValueError("the tasks are text, but the model has no tokenizer")
-    import reasoning_gym
-
+    reasoning_gym = importlib.import_module("reasoning_gym")
     jobs: list[Job] = []
     for task in tasks:
         try:
