@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Price = Callable[[int], float]
-"""Seconds of a pass by rows."""
+"""Seconds of a step by rows."""
+
+PhasePrice = Callable[[int, int], float]
+"""Seconds of a step by requests and rows: fewer requests have longer contexts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ def interpolated(points: Mapping[int, float]) -> Price:
 
 
 def best_by_phase(
-    price: Price,
+    price: PhasePrice,
     lengths: Sequence[int],
     acceptance: Sequence[float],
     *,
@@ -59,7 +62,7 @@ def best_by_phase(
     """The expected rollout where each phase, the time between two requests' ends, has its best depth.
 
     Args:
-        price: seconds of a pass by rows.
+        price: seconds of a step by requests and rows.
         lengths: tokens of each request, the one that its prefill gives included; they start together.
         acceptance: of each request, at each token.
         max_depth: longest chain.
@@ -85,9 +88,9 @@ def best_by_phase(
 
 
 def _rate(
-    price: Price, draft_s: Callable[[int, int], float], acceptance: Sequence[float], depth: int
+    price: PhasePrice, draft_s: Callable[[int, int], float], acceptance: Sequence[float], depth: int
 ) -> float:
     """Expected tokens per second where every request drafts ``depth`` tokens."""
     num = len(acceptance)
     tokens = sum(sum(p**j for j in range(depth + 1)) for p in acceptance)
-    return tokens / (price(num * (1 + depth)) + (draft_s(num, depth) if depth else 0.0))
+    return tokens / (price(num, num * (1 + depth)) + (draft_s(num, depth) if depth else 0.0))

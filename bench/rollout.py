@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from typing import Any
 from bench.field import Field, Rounds
 from bench.harness import Samples, paired_median, table
 from bench.main import ints
-from bench.optimum import best_by_phase, interpolated
+from bench.optimum import PhasePrice, Price, best_by_phase, interpolated
 from bench.physics import Work, decode_passes, floor_s, pass_work, total
 from bench.speculative import PLAIN, RolloutLog, VariantContestant, Variants, pass_curve
 from bench.timeline import draw_rollouts
 from bench.workloads import Job, long_tail_jobs, reasoning_jobs, trace_jobs
 
 _VARIANTS = "cost:oracle:0.8,beg:oracle:0.8,cost:suffix"
-_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # upper ends, of numbers of requests
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 1 << 20)  # upper ends, of numbers of requests
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -191,13 +191,14 @@ def _bounds(
     """The best of the sweep by batch size, the optimum of the price curve, and where each variant stands."""
     plain = entrants[0]
     prefill_s = Samples(tuple(log.by_phase().get(0, (0.0, 0))[0] for log in plain.logs)).median
-    curve = pass_curve([log for entrant in entrants for log in entrant.logs])
+    logs = [log for entrant in entrants for log in entrant.logs]
+    curve = pass_curve(logs)
     lengths = [job.num_tokens for job in jobs]
     oracle = f"oracle:{options.acceptance:g}"
     found: dict[str, Any] = {"pass_curve_ms": {rows: 1e3 * s for rows, s in curve.items()}}
     if any(oracle in entrant.name for entrant in entrants) and len(curve) > 1:
         best = best_by_phase(
-            interpolated(curve),
+            _phase_price(logs, curve),
             lengths,
             [options.acceptance] * len(jobs),
             max_depth=options.max_depth,
@@ -230,6 +231,18 @@ def _bounds(
             found[key.replace("_s", "_fraction")] = shares
             print(f"of {name}: " + ", ".join(f"{n} {share:.2f}" for n, share in shares.items()))
     return found
+
+
+def _phase_price(logs: Sequence[RolloutLog], curve: Mapping[int, float]) -> PhasePrice:
+    """The price of rows from steps with about as many requests, so with about such contexts, where there were some."""
+    everywhere = interpolated(curve)
+    prices: dict[int, Price] = {}
+    least = 0
+    for bucket in _BUCKETS:
+        found = pass_curve(logs, range(least + 1, bucket + 1))
+        prices[bucket] = interpolated(found) if len(found) > 2 else everywhere
+        least = bucket
+    return lambda num, rows: prices[next(b for b in _BUCKETS if b >= num)](rows)
 
 
 def _best_by_bucket(entrants: Sequence[VariantContestant]) -> dict[int, dict[str, Any]]:

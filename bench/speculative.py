@@ -83,12 +83,14 @@ class RolloutLog:
         return dict(phases)
 
 
-def pass_curve(logs: Sequence[RolloutLog], least: int = 3) -> dict[int, float]:
-    """Rows -> median seconds of a decoding step of that many rows, where there were at least so many."""
+def pass_curve(
+    logs: Sequence[RolloutLog], num_decoding: range = range(1, 1 << 20), least: int = 3
+) -> dict[int, float]:
+    """Rows -> median seconds of a decoding step of that many rows and requests, where there were at least so many."""
     found: dict[int, list[float]] = defaultdict(list)
     for log in logs:
         for step in log.steps:
-            if step.num_decoding:
+            if step.num_decoding in num_decoding:
                 found[step.num_rows].append(step.seconds)
     return {rows: median(s) for rows, s in sorted(found.items()) if len(s) >= least}
 
