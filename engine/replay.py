@@ -138,7 +138,7 @@ class _Priced:
         self.last: StepRecord | None = None
 
     def observe(self, record: StepRecord) -> None:
-        seconds = self._price.seconds(record.num_rows, record.num_context)
+        seconds = self._price.seconds(record.num_rows, record.num_attended)
         self.last = dataclasses.replace(record, target_s=seconds)
         self._tuner.observe(self.last)
 

@@ -139,7 +139,7 @@ def expected(replayed: Replayed, price: TargetPrice) -> list[Expected]:
     found: list[Expected] = []
     for size in BATCH_SIZES:
         plain_s = price.seconds(size, round(size * context))
-        target_s = _seconds(price, size * (1.0 + nodes), size * context)
+        target_s = _seconds(price, size * (1.0 + nodes), size * (1.0 + nodes) * context)
         draft_s = drafting.seconds(size, deepest)
         tokens = size * total.length
         rate, plain_rate = tokens / (target_s + draft_s), size / plain_s

@@ -25,6 +25,9 @@ from engine.spec.tree import DraftTree
 _MAX_CACHED_BATCHES = 512
 _MEASURED_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)
 _LONG_CONTEXT = 512
+_SEVERAL_ROWS = (
+    8  # of one sequence: what each of them takes for the context, not what the first one does
+)
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
@@ -201,11 +204,13 @@ def measure_passes(runner: ModelRunner, *, budget_s: float = 1.0) -> tuple[dict[
 
     Returns:
         rows -> seconds of a forward of one sequence of that many rows, logits of all of them; and the seconds that
-        each token of context adds. The least of some repetitions.
+        a row takes for each token that it attends. The least of some repetitions.
     """
     limit = min(runner.max_model_len, runner.num_pages * PAGE) - 1
-    long = min(_LONG_CONTEXT, limit - 1)
-    passes = [(0, n) for n in _MEASURED_ROWS if n <= min(runner.max_rows, limit)] + [(long, 1)]
+    counts = [n for n in _MEASURED_ROWS if n <= min(runner.max_rows, limit)]
+    several = max(n for n in counts if n <= _SEVERAL_ROWS)
+    long = min(_LONG_CONTEXT, limit - several)
+    passes = [(0, n) for n in counts] + [(long, several)] * (long > 0)
     found: dict[tuple[int, int], float] = {}
     start = time.perf_counter()
     for repeat in range(5):
@@ -217,7 +222,9 @@ def measure_passes(runner: ModelRunner, *, budget_s: float = 1.0) -> tuple[dict[
                 found[context, num_rows] = seconds
             else:
                 found[context, num_rows] = min(seconds, found[context, num_rows])
-    context_s = (found[long, 1] - found[0, 1]) / long if long > 0 else 0.0
+    context_s = 0.0
+    if long > 0:
+        context_s = (found[long, several] - found[0, several]) / (long * several)
     return {n: s for (context, n), s in found.items() if not context}, max(context_s, 0.0)
 
 

@@ -48,7 +48,7 @@ class TargetPrice:
 
     Args:
         measured: rows -> seconds, measured beforehand at a short context; empty assumes a plain slope.
-        context_s: seconds that each token of context adds, measured beforehand.
+        context_s: seconds that a row takes for each token that it attends, measured beforehand.
     """
 
     def __init__(
@@ -79,28 +79,28 @@ class TargetPrice:
         low = self.shape[k]
         return low + _SHARE[rows] * (self.shape[k + 1] - low)
 
-    def context(self, num_tokens: int) -> float:
-        """What so many tokens of context, over all sequences, add to ``relative``."""
-        return self._context * num_tokens
+    def context(self, num_attended: int) -> float:
+        """What so many attended tokens, over all rows, add to ``relative``: several rows of one sequence each read it."""
+        return self._context * num_attended
 
     @property
     def unit_s(self) -> float:
         """Seconds of a pass of one row at no context, lately."""
         return self._unit_s
 
-    def seconds(self, rows: int, num_context: int) -> float:
-        return (self.relative(rows) + self.context(num_context)) * self._unit_s
+    def seconds(self, rows: int, num_attended: int) -> float:
+        return (self.relative(rows) + self.context(num_attended)) * self._unit_s
 
-    def observe(self, rows: int, num_context: int, seconds: float, *, is_mixed: bool) -> None:
+    def observe(self, rows: int, num_attended: int, seconds: float, *, is_mixed: bool) -> None:
         """A pass took so long. ``is_mixed``: prefill shared it, which says something of the shape only."""
         rows = min(rows, _MAX_ROWS)
         expected = self.relative(rows)
-        context = self.context(num_context)
+        context = self.context(num_attended)
         if not is_mixed:
             # a median: a step that the machine was taken away from says nothing
             self._units.append(seconds / (expected + context))
             self._unit_s = sorted(self._units)[len(self._units) // 2]
-            self._steps.append((rows, num_context, seconds))
+            self._steps.append((rows, num_attended, seconds))
         low = _BELOW[rows]
         seen = (seconds / self._unit_s - context) / expected
         if 2 * sum(n < rows for n, _, _ in self._steps) >= len(self._steps):
@@ -116,10 +116,10 @@ class TargetPrice:
         if self._num_unsettled >= _SETTLE_EVERY:
             self.settle()
 
-    def compare(self, rows: int, num_context: int, seconds: float) -> float:
+    def compare(self, rows: int, num_attended: int, seconds: float) -> float:
         """A plain pass after passes with more rows, of which ``observe`` has heard: what does their rows' price look
         like beside it? Returns the surprise, the log of seen over expected."""
-        unit_s = seconds / (self.relative(rows) + self.context(num_context))
+        unit_s = seconds / (self.relative(rows) + self.context(num_attended))
         more = [step for step in self._steps if step[0] > rows]
         if 2 * len(more) < len(self._steps) or not more or seconds <= 0.0:
             return 0.0  # most were plain: it is they that have set the unit

@@ -86,6 +86,13 @@ class StepRecord:
     drafted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     verified: Sequence[Verified] = ()
 
+    @property
+    def num_attended(self) -> int:
+        """Tokens that the decoding rows and the nodes read, each row its own context."""
+        if not self.num_decoding:
+            return 0
+        return self.num_context * (self.num_decoding + self.num_nodes) // self.num_decoding
+
 
 class Tuner(Protocol):
     """Decides what is drafted and verified. Called from the engine's thread, under 50 microseconds a step."""

@@ -49,7 +49,7 @@ class CostTuner:
         max_depth, max_nodes: limits of one request's tree.
         width: most children of a node.
         measured: rows -> seconds of a target pass, measured beforehand.
-        context_s: seconds that a token of context adds to a pass, measured beforehand.
+        context_s: seconds that a row takes for each token that it attends, measured beforehand.
     """
 
     name = "cost"
@@ -191,12 +191,13 @@ class CostTuner:
         if not blind:
             return plans
         num = batch.num_decoding
-        price_s = self.prices.seconds(num + _PROBE_DEPTH, batch.num_context)
-        price_s -= self.prices.seconds(num, batch.num_context)
+        attended = batch.num_context * (num + _PROBE_DEPTH) // num
+        pass_s = self.prices.seconds(num, batch.num_context)
+        price_s = self.prices.seconds(num + _PROBE_DEPTH, attended) - pass_s
         arm = blind[self._probe_turn % len(blind)]
         draft_s = arm.price.seconds(1, _PROBE_DEPTH)
         if arm.price.is_young:  # its first samples may have been cold: not to be shut out by them
-            draft_s = min(draft_s / _YOUNG, self.prices.seconds(num, batch.num_context))
+            draft_s = min(draft_s / _YOUNG, pass_s)
         price_s += draft_s
         self._probe_credit_s = min(self._probe_credit_s, _MOST_PROBES * price_s)
         if self._num_free_probes:
@@ -302,7 +303,7 @@ class CostTuner:
         is_mixed = record.num_rows != record.num_decoding + record.num_nodes
         if record.num_rows:
             self.prices.observe(
-                record.num_rows, record.num_context, record.target_s, is_mixed=is_mixed
+                record.num_rows, record.num_attended, record.target_s, is_mixed=is_mixed
             )
             if record.num_nodes == 0 and not is_mixed and self._last.num_nodes:
                 self._compare(record)
@@ -318,7 +319,7 @@ class CostTuner:
 
     def _compare(self, record: StepRecord) -> None:
         """A plain step among others: as long as it brings news of prices, the next one comes soon."""
-        news = self.prices.compare(record.num_rows, record.num_context, record.target_s)
+        news = self.prices.compare(record.num_rows, record.num_attended, record.target_s)
         first, last = PLAIN_EVERY
         self._plain_every = first if abs(news) > NEWS else min(2 * self._plain_every, last)
 

@@ -41,21 +41,22 @@ class Worth:
         self._relative = prices.relative
         self._num = batch.num_decoding
         self._num_eligible = len(batch.requests)
-        self._context = prices.context(batch.num_context)
+        self._row_context = prices.context(batch.num_context) / batch.num_decoding
         self._has_prefill = batch.has_prefill
         self._base = self._num + (_PREFILL_ROWS if batch.has_prefill else 0)
-        self._plain_rate = self._num / (self._relative(self._num) + self._context)
+        self._plain_rate = self._num / (self._relative(self._num) + self._num * self._row_context)
 
     def choose(self, survivals: Sequence[float], draft_price: float = 0.0) -> Choice:
         """The best number of nodes, likeliest first, where drafting them costs ``draft_price``."""
         if self._has_prefill:
             return self._choose_beside_prefill(survivals, draft_price)
-        relative, base, fixed = self._relative, self._base, self._context + draft_price
+        relative, base, row_context = self._relative, self._base, self._row_context
+        fixed = base * row_context + draft_price
         tokens = float(self._num)
         best, best_rate = 0, self._plain_rate
         for count, survival in enumerate(survivals, 1):
             tokens += survival
-            rate = tokens / (relative(base + count) + fixed)
+            rate = tokens / (relative(base + count) + count * row_context + fixed)
             if rate > best_rate:
                 best, best_rate = count, rate
             elif count - best > _PATIENCE:
@@ -77,17 +78,19 @@ class Worth:
         """Of one more row among many: its share of such a pass at least, as where arithmetic is the limit."""
         base = self._base
         ahead = (self._relative(base + _PATIENCE) - self._relative(base)) / _PATIENCE
-        return max(ahead, self._relative(base) / base)
+        return max(ahead, self._relative(base) / base) + self._row_context
 
     def most_nodes(self, max_nodes: int) -> int:
         """Nodes beyond which not even near-certain acceptance would pay; ``max_nodes`` of each request."""
         most = min(self._num_eligible * max_nodes, 4 * self._num + 64)
         if self._has_prefill:
             return most
-        relative, base, context = self._relative, self._base, self._context
+        relative, base, row_context = self._relative, self._base, self._row_context
         best, best_rate = 0, MIN_GAIN * self._plain_rate
         for count in range(1, most + 1):
-            rate = (self._num + _SURE * count) / (relative(base + count) + context)
+            rate = (self._num + _SURE * count) / (
+                relative(base + count) + (base + count) * row_context
+            )
             if rate > best_rate:
                 best, best_rate = count, rate
             elif count - best > 4 * _PATIENCE:
@@ -100,7 +103,8 @@ class Worth:
             return self._row_price_beside_prefill() * self._plain_rate
         relative, base = self._relative, self._base
         ahead = (relative(base + _PATIENCE) - relative(base)) / _PATIENCE
-        return min(relative(base + 1) - relative(base), ahead) * self._plain_rate
+        step = min(relative(base + 1) - relative(base), ahead)
+        return (step + self._row_context) * self._plain_rate
 
 
 def likeliest(chains: Sequence[Sequence[float]], limit: int) -> list[Node]:
