@@ -25,7 +25,6 @@ from engine.spec.tree import NO_TREE, DraftTree
 from engine.spec.tuner import Candidates, Draft, StepRecord, check_state
 from engine.spec.worth import MIN_GAIN, Choice, Worth, choices, likeliest
 
-_NEWS = 0.15  # log of a price over the expected one
 _PROBE_SHARE = 0.004  # of the time, for chains of a drafter that is believed not to pay
 _PROBE_DEPTH = 2
 _MOST_PROBES = 3  # in a row, however long none was needed
