@@ -77,18 +77,33 @@ def best_by_phase(
         if left <= 0:
             continue
         chances = [acceptance[i] for i in order[ended:]]
-        rate, depth = max(
-            (_rate(price, draft_s, chances, depth), -depth) for depth in range(max_depth + 1)
-        )
-        depths[num], rates[num] = -depth, rate
+        rate, depths[num] = best_depth(price, chances, max_depth=max_depth, draft_s=draft_s)
+        rates[num] = rate
         tail_s = num * left / rate
         seconds += tail_s
         done = lengths[number]
     return Optimum(seconds, depths, rates, tail_s)
 
 
-def _rate(
-    price: PhasePrice, draft_s: Callable[[int, int], float], acceptance: Sequence[float], depth: int
+def best_depth(
+    price: PhasePrice,
+    acceptance: Sequence[float],
+    *,
+    max_depth: int,
+    draft_s: Callable[[int, int], float] = lambda num, depth: 0.0,
+) -> tuple[float, int]:
+    """(expected tokens/s, depth) of the best depth that all requests share; 0 is plain decoding."""
+    rate, depth = max(
+        (chain_rate(price, acceptance, depth, draft_s), -depth) for depth in range(max_depth + 1)
+    )
+    return rate, -depth
+
+
+def chain_rate(
+    price: PhasePrice,
+    acceptance: Sequence[float],
+    depth: int,
+    draft_s: Callable[[int, int], float] = lambda num, depth: 0.0,
 ) -> float:
     """Expected tokens per second where every request drafts ``depth`` tokens."""
     num = len(acceptance)

@@ -76,9 +76,12 @@ class Worth:
 
     def _row_price_beside_prefill(self) -> float:
         """Of one more row among many: its share of such a pass at least, as where arithmetic is the limit."""
-        base = self._base
-        ahead = (self._relative(base + _PATIENCE) - self._relative(base)) / _PATIENCE
-        return max(ahead, self._relative(base) / base) + self._row_context
+        share = self._relative(self._base) / self._base
+        return max(self._slope_ahead(), share) + self._row_context
+
+    def _slope_ahead(self) -> float:
+        """Price of a row over the next few, steps evened out."""
+        return (self._relative(self._base + _PATIENCE) - self._relative(self._base)) / _PATIENCE
 
     def most_nodes(self, max_nodes: int) -> int:
         """Nodes beyond which not even near-certain acceptance would pay; ``max_nodes`` of each request."""
@@ -102,8 +105,7 @@ class Worth:
         if self._has_prefill:
             return self._row_price_beside_prefill() * self._plain_rate
         relative, base = self._relative, self._base
-        ahead = (relative(base + _PATIENCE) - relative(base)) / _PATIENCE
-        step = min(relative(base + 1) - relative(base), ahead)
+        step = min(relative(base + 1) - relative(base), self._slope_ahead())
         return (step + self._row_context) * self._plain_rate
 
 

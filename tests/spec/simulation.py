@@ -15,6 +15,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
 
+from bench import optimum
 from engine.request import Request, RequestStatus
 from engine.sampling_params import SamplingParams
 from engine.spec.base import DraftJob, Trial
@@ -263,29 +264,24 @@ def best_by_phase(world: World, max_depth: int) -> tuple[float, dict[int, int], 
 
     In expectation: no tuner that gives every request the same depth can do better.
     """
-    lengths = sorted(world.lengths)
-    total, depths, rates = 0.0, {}, {}
-    done = 1  # the prompt's own token
-    for finished, length in enumerate(lengths):
-        num = len(lengths) - finished
-        if length <= done:
-            continue
-        mean = [world.acceptance(i) for i in range(finished, len(lengths))]
-        rates[num], depths[num] = best_depth(world, mean, max_depth)
-        total += num * (length - done) / rates[num]
-        done = length
-    return total, depths, rates
+    acceptance = [world.acceptance(i) for i in range(len(world.lengths))]
+    best = optimum.best_by_phase(
+        _by_rows(world), world.lengths, acceptance, max_depth=max_depth, draft_s=world.draft_s
+    )
+    return best.seconds, best.depths, best.rates
 
 
 def best_depth(world: World, acceptance: Sequence[float], max_depth: int) -> tuple[float, int]:
     """(expected tokens/s, depth) of the best depth that all requests share; 0 is plain decoding."""
-    best = max((depth_rate(world, acceptance, depth), -depth) for depth in range(max_depth + 1))
-    return best[0], -best[1]
+    return optimum.best_depth(
+        _by_rows(world), acceptance, max_depth=max_depth, draft_s=world.draft_s
+    )
 
 
 def depth_rate(world: World, acceptance: Sequence[float], depth: int) -> float:
     """Expected tokens per second where every request drafts a chain of ``depth``."""
-    num = len(acceptance)
-    tokens = sum(sum(p**j for j in range(depth + 1)) for p in acceptance)
-    draft_s = world.draft_s(num, depth) if depth else 0.0
-    return tokens / (world.price(num * (1 + depth)) + draft_s)
+    return optimum.chain_rate(_by_rows(world), acceptance, depth, world.draft_s)
+
+
+def _by_rows(world: World) -> optimum.PhasePrice:
+    return lambda num, rows: world.price(rows)
