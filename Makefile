@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 NATIVE  := $(shell find csrc -type f -not -name '*.md' 2>/dev/null)
 BUILD   := pyproject.toml setup.py CMakeLists.txt constraints.txt $(NATIVE)
 CXX_SRC := $(filter %.h %.cpp,$(NATIVE))
-PY_SRC  := engine bench tests setup.py
+PY_SRC  := engine tlt_train bench tests setup.py
 
 .PHONY: demo test lint format sanitize bench bench-peers clean help
 

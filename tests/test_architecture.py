@@ -87,6 +87,10 @@ LAYERS: dict[str, int] = {
     "engine.replay_cli": 8,
     "engine.cli": 8,
     "tlt_train.config": 0,
+    "tlt_train": 0,
+    "tlt_train.sequence": 1,
+    "tlt_train.shards": 1,
+    "tlt_train.collector": 1,
     "tlt_train.buffer": 1,
     "tlt_train.spot.state": 1,
     "tlt_train.scaling": 1,
@@ -95,6 +99,8 @@ LAYERS: dict[str, int] = {
     "tlt_train.packing": 3,
     "tlt_train.drafter": 4,
     "tlt_train.checkpoint": 4,
+    "tlt_train.metrics_log": 4,
+    "tlt_train.export": 4,
     "tlt_train.trainer": 5,
     "tlt_train.publish": 5,
     "tlt_train.spot.coordinator": 5,
@@ -103,7 +109,9 @@ LAYERS: dict[str, int] = {
     "tlt_train.rl.*": 6,
     "tlt_train.adapters": 6,
     "tlt_train.adapters.*": 6,
-    "tlt_train.cli": 6,
+    "tlt_train.generate": 7,  # runs an LLM
+    "tlt_train.evaluate": 7,
+    "tlt_train.cli": 8,
 }
 TORCH_FREE_BELOW = 2  # layers 0 and 1: the control plane has no tensors
 

@@ -1,0 +1,1 @@
+"""Training of drafters for the engine: data, losses, packing, trainer, checkpoints, export."""
