@@ -15,6 +15,7 @@ from typing import Any
 METHODS = ("auto", "suffix", "eagle", "eagle3", "oracle")
 TUNERS = ("cost", "beg", "fixed", "off")
 BEG_ALGORITHMS = ("BEG", "EG", "UCB1", "PREDEFINED")
+DRAFT_SAMPLING = ("coupled", "mode")
 
 MAX_DEPTH = 64
 MAX_NODES = 256
@@ -47,6 +48,9 @@ class SpeculativeConfig:
         top_k: most children of a node; 1 drafts chains.
         num_nodes: most nodes of a request's tree; None is num_speculative_tokens x top_k.
         window: sliding window of the head's attention, tokens.
+        draft_sampling: what a head proposes: "coupled" (default) guesses the sample, with the noise that the sampler
+            will draw with; "mode" its likeliest tokens whatever the temperature, as other engines do. For measurements:
+            the tokens are the same, coupled proposals are accepted more often above temperature 0.
         trace: JSONL of a recorded rollout, for "oracle".
         acceptance: probability that the oracle does not spoil a token, 0 to 1.
         tune_algorithm, mab_configs, mab_bs_threshold, bs_threshold: of TLT's bandit ("beg"): BEG, EG, UCB1 or
@@ -69,6 +73,7 @@ class SpeculativeConfig:
     top_k: int = 1
     num_nodes: int | None = None
     window: int = 512
+    draft_sampling: str = "coupled"
     trace: str | None = None
     acceptance: float = 1.0
     tune_algorithm: str = "BEG"
@@ -105,6 +110,7 @@ class SpeculativeConfig:
         self._choice("tuner", TUNERS)
         self._choice("tune_algorithm", BEG_ALGORITHMS)
         self._choice("on_acceptance_drop", ("warn", "ignore"))
+        self._choice("draft_sampling", DRAFT_SAMPLING)
         self._integer("num_speculative_tokens", 1, MAX_DEPTH)
         self._integer("top_k", 1, MAX_DEPTH)
         if self.num_nodes is not None:
@@ -143,7 +149,7 @@ class SpeculativeConfig:
         for names, has_reader, reader in (
             (("trace", "acceptance"), self.method == "oracle", "method 'oracle'"),
             (_BANDIT, self.tuner == "beg", "tuner 'beg'"),
-            (("window",), self.model is not None, "a head (model)"),
+            (("window", "draft_sampling"), self.model is not None, "a head (model)"),
         ):
             for name in names:
                 value = getattr(self, name)

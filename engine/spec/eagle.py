@@ -14,7 +14,7 @@ without speculation, new weights. Only keys and values are computed for all but 
 depend on the row alone. Attention is over a sliding window of the last ``window`` positions, at true rotary positions.
 
 Tokens are proposed by ``coupled_top_k`` with the noise that the sampler will draw with, so the head guesses the sample
-and not the mode. Invariant: what is read was written for this request, under these weights.
+and not the mode (or the mode, where ``draft_sampling`` asks for it). Invariant: what is read was written for this request, under these weights.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class EagleDrafter:
         num_pages: of the target's KV cache.
         max_seqs: most requests of one proposal, and so most seats.
         window: positions that a row of the head reads, itself included; tokens.
+        mode: propose the likeliest tokens at every temperature, not those that the sampler's noise favours.
         poison: memories start as NaN. For tests.
     """
 
@@ -82,6 +83,7 @@ class EagleDrafter:
         num_pages: int,
         max_seqs: int,
         window: int = 512,
+        mode: bool = False,
         poison: bool = False,
     ) -> None:
         if window < 1:
@@ -96,6 +98,7 @@ class EagleDrafter:
         self.tap_layers = config.tap_layers
         self.wants_hidden = config.kind == "eagle"
         self._window = window
+        self._mode = mode
         self._max_seqs = max_seqs
         self._features = FeatureStore(
             num_pages * PAGE,
@@ -206,7 +209,8 @@ class EagleDrafter:
             length = len(job.request.token_ids)
             first = max(0, length - 1 - self._window) // PAGE * PAGE
             growing.append(_Growing(job, seat, TreeGrowth(job.plan), length, first))
-        draw = DrawParams([job.request for job in jobs], [part.length for part in growing])
+        lengths = [part.length for part in growing]
+        draw = DrawParams([job.request for job in jobs], lengths, mode=self._mode)
         width = min(max(job.plan.width for job in jobs), MOST_RANKED)
         count = min(max(width, _LEAST_RANKED), self.network.config.draft_vocab_size, MOST_RANKED)
         logits, hidden = self._catch_up(growing)
@@ -379,6 +383,7 @@ def open_eagle(
         num_pages=runner.num_pages,
         max_seqs=target.max_num_seqs,
         window=min(config.window, target.max_model_len),
+        mode=config.draft_sampling == "mode",
     )
     drafter.warm_up()
     return drafter

@@ -22,6 +22,7 @@ _MAX_CACHED = 256
 # where shares among 8 are then the acceptance within a few percent for a good drafter; the tuner calibrates the rest.
 _SOFTENING = 1.5
 _LOWEST = np.finfo(np.float32).min
+_LEAST_TEMPERATURE = 1e-4  # that logits are divided by: a smaller one could make them infinite
 
 
 class Draws:
@@ -77,15 +78,28 @@ class Draws:
 
 
 class DrawParams:
-    """How each request of a proposal draws its tokens."""
+    """How each request of a proposal draws its tokens.
 
-    def __init__(self, requests: Sequence[Request], lengths: Sequence[int]) -> None:
+    With ``mode`` the likeliest tokens are proposed, without noise. The sampler then meets the proposal with the
+    probability that its token has at the request's temperature, so that is its score; what filters and penalties take
+    away is left to the tuner's calibration.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], lengths: Sequence[int], *, mode: bool = False
+    ) -> None:
         params = [request.params for request in requests]
         # top_k of 1 is greedy, and a greedy request's second choices are worth proposing
         self._floats = np.array(
             [(0.0 if p.top_k == 1 else p.temperature, p.top_p, p.min_p) for p in params],
             dtype=np.float32,
         ).T
+        self._sharpness: Tensor | None = None
+        if mode:
+            warmth = np.where(self._floats[0] == 0.0, 1.0, self._floats[0])
+            if not np.all(warmth == 1.0):
+                self._sharpness = torch.from_numpy(1.0 / np.maximum(warmth, _LEAST_TEMPERATURE))
+            self._floats = np.stack([np.zeros_like(warmth), *self._floats[1:]])
         self._top_k = np.array([max(p.top_k, 0) for p in params], dtype=np.int32)
         self._seeds = np.array([request.seed for request in requests], dtype=np.int64)
         self._lengths = np.array(lengths, dtype=np.int32)
@@ -99,14 +113,16 @@ class DrawParams:
         count: int,
         depth: int,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids and scores [R, count], best first.
+        """Token ids and scores [R, count], best first; ``logits`` may be overwritten.
 
-        The score of a greedy proposal is its probability. Of a coupled one it is its share of the softmax over the
+        The score of a greedy or mode proposal is its probability. Of a coupled one it is its share of the softmax over the
         (softened) perturbed scores of the first ``count``: near 1 where no other token comes near under the same noise, so that
         a small error of the head does not change the winner.
         """
         rows = np.asarray(owners)
         floats = self._floats[:, rows]
+        if self._sharpness is not None:
+            logits.mul_(self._sharpness[torch.from_numpy(rows)].unsqueeze(1))
         token_ids, scores, logprobs = draws.run(
             network.ops.coupled_top_k,
             logits,

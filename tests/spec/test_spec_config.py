@@ -18,6 +18,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "top_k": (1, 8, MAX_DEPTH),
     "num_nodes": (None, 1, MAX_NODES),
     "window": (16, 512),
+    "draft_sampling": ("coupled", "mode"),
     "trace": (None, "/t.jsonl"),
     "acceptance": (0, 0.5, 1.0, 1),
     "tune_algorithm": ("BEG", "EG", "UCB1", "PREDEFINED"),
@@ -36,6 +37,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "top_k": (0, MAX_DEPTH + 1, 1.5, None, True),
     "num_nodes": (0, MAX_NODES + 1, 2.0, "8", True),
     "window": (0, 15, 2**20 + 1, None, 512.0),
+    "draft_sampling": ("greedy", "Mode", None, True),
     "trace": ("", 7),
     "acceptance": (-0.1, 1.1, float("nan"), "0.5", None, True),
     "tune_algorithm": ("beg", None),
@@ -60,6 +62,7 @@ BAD: dict[str, tuple[Any, ...]] = {
 
 NEEDED: dict[str, dict[str, Any]] = {  # for a key to have an effect
     "window": {"model": "/m"},
+    "draft_sampling": {"model": "/m"},
     "trace": {"method": "oracle"},
     "acceptance": {"method": "oracle", "trace": "/t.jsonl"},
     "tune_algorithm": {"tuner": "beg"},
