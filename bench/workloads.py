@@ -5,14 +5,13 @@ Owns texts and lengths only. Invariant: the same arguments give the same request
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.spec.oracle import read_records
+from tlt_train.prompts import task_questions
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a message in a bottle.",
@@ -116,17 +115,11 @@ def reasoning_jobs(
     Raises:
         ValueError: reasoning-gym is not installed, or there is no such task.
     """
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError("--tasks needs reasoning-gym: pip install 'tlt-engine[tasks]'")
     if tokenizer is None:
         raise ValueError("the tasks are text, but the model has no tokenizer")
-    reasoning_gym = importlib.import_module("reasoning_gym")
     jobs: list[Job] = []
     for task in tasks:
-        try:
-            questions = [e["question"] for e in reasoning_gym.create_dataset(task, size=4, seed=1)]
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"--tasks: reasoning-gym has no task {task!r}: {error}") from error
+        questions = task_questions(task, size=4, seed=1)
         for number, question in enumerate(questions):
             ids = tuple(tokenizer.chat([{"role": "user", "content": question}]))
             for sample in range(num_samples):

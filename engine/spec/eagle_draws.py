@@ -22,7 +22,6 @@ _MAX_CACHED = 256
 # where shares among 8 are then the acceptance within a few percent for a good drafter; the tuner calibrates the rest.
 _SOFTENING = 1.5
 _LOWEST = np.finfo(np.float32).min
-_LEAST_TEMPERATURE = 1e-4  # that logits are divided by: a smaller one could make them infinite
 
 
 class Draws:
@@ -98,7 +97,7 @@ class DrawParams:
         if mode:
             warmth = np.where(self._floats[0] == 0.0, 1.0, self._floats[0])
             if not np.all(warmth == 1.0):
-                self._sharpness = torch.from_numpy(1.0 / np.maximum(warmth, _LEAST_TEMPERATURE))
+                self._sharpness = torch.from_numpy(1.0 / warmth)
             self._floats = np.stack([np.zeros_like(warmth), *self._floats[1:]])
         self._top_k = np.array([max(p.top_k, 0) for p in params], dtype=np.int32)
         self._seeds = np.array([request.seed for request in requests], dtype=np.int64)

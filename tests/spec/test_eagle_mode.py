@@ -66,7 +66,7 @@ def test_the_likeliest_tokens_with_their_probability_at_the_requests_temperature
 
 
 def test_a_temperature_next_to_nothing_loses_no_proposal() -> None:
-    """Logits over 1e-5 must not become infinite: what is not finite is not proposed."""
+    """The smallest temperature that a request can have: logits over 1e-5 must not become infinite: what is not finite is not proposed."""
     tree, _ = proposal(True, 1e-5)
     assert len(tree) == 3
     assert min(tree.scores) > 0.99
