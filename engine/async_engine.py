@@ -19,6 +19,7 @@ from typing import Any
 
 from engine.assembly import build_engine
 from engine.engine import Engine
+from engine.feature_tap import FeatureTap
 from engine.outputs import RequestOutput
 from engine.prompts import Prompt, TokenPrompt
 from engine.request_group import RequestGroup
@@ -78,6 +79,14 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> bool:
         """End a request now; its stream yields what there is, with finish_reason "abort". False if unknown."""
         return await self._driver.call(lambda: self._driver.abort(request_id, None))
+
+    async def attach_tap(self, tap: FeatureTap) -> None:
+        """As ``LLM.attach_tap``, between two steps: also of requests that run."""
+        await self._driver.call(lambda: self.engine.attach_tap(tap))
+
+    async def detach_tap(self) -> FeatureTap | None:
+        """As ``LLM.detach_tap``, between two steps; the reader is told that requests that run end there."""
+        return await self._driver.call(self.engine.detach_tap)
 
     def close(self) -> None:
         """Abort what runs, stop the thread. May be called twice."""

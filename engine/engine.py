@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.feature_tap import FeatureTap, TapSocket
 from engine.metrics import EngineCounters
+from engine.models.decoder import ForwardOutput
 from engine.output_text import OutputText
 from engine.outputs import LogprobsAt
 from engine.prompts import TokenPrompt
@@ -63,6 +65,7 @@ class Engine:
         self.runner = runner
         self.sampler = sampler
         self.speculator = speculator
+        self.taps = TapSocket()
         self.tokenizer = tokenizer
         self.counters = EngineCounters()
         self._eos_token_ids = eos_token_ids
@@ -100,6 +103,7 @@ class Engine:
             if sample.finished_time is None:
                 self.scheduler.finish(sample.request, "abort")
                 self._retire(sample)
+                self.taps.end(sample.request)
 
     def withdraw(self, groups: Sequence[RequestGroup]) -> None:
         """Take back the groups added last, before any step: as if they had never been added."""
@@ -118,11 +122,25 @@ class Engine:
         self.scheduler.kv.set_version(version)
         self.sampler.forget_all()
         self.speculator.reset()
+        self.taps.end_all()
         now = time.monotonic()
         for sample in self._samples.values():
             sample.request.finish("abort")
             sample.finish(now)
         self._samples.clear()
+
+    def attach_tap(self, tap: FeatureTap) -> None:
+        """Hand out the features of what is accepted from the next step on. Tokens stay the same.
+
+        Raises:
+            ValueError: another tap is attached, or it does not fit the target.
+        """
+        config = self.runner.decoder.config
+        self.taps.attach(tap, config.num_layers, config.hidden_size)
+
+    def detach_tap(self) -> FeatureTap | None:
+        """Take the tap off, between two steps: its reader is told that the live requests end there. None: no tap."""
+        return self.taps.detach()
 
     @property
     def has_unfinished(self) -> bool:
@@ -142,27 +160,37 @@ class Engine:
             return []
         try:
             plan = plan_step(step, drafts)
-            prompt_rows = self._run(step, plan)
+            prompt_rows, output = self._run(step, plan)
         except BaseException:
             self.scheduler.fail(step)
             raise
         self._keep_prompt_logprobs(prompt_rows)
         groups = self._commit(step, plan)
+        if self.taps.tap is not None:
+            self.taps.emit(step, plan, output)
         seconds = time.perf_counter() - start
         self._count(step, plan, seconds)
         self._learn(step, plan, drafts, seconds)
         return groups
 
-    def _run(self, step: ScheduledStep, plan: StepPlan) -> list[_PromptRows]:
+    def _run(self, step: ScheduledStep, plan: StepPlan) -> tuple[list[_PromptRows], ForwardOutput]:
         """Forward, sample at every node, walk, and move the keys of what was accepted."""
         start = time.perf_counter()
         speculator = self.speculator
-        taps, hidden = speculator.tap_layers, speculator.wants_hidden
+        drafter_layers, hidden = speculator.tap_layers, speculator.wants_hidden
+        layers, has_tap = self.taps.layers(drafter_layers), self.taps.tap is not None
         batch, output = self.runner.forward(
-            step.rows, plan.logit_rows, plan.trees, tap_layers=taps, want_hidden=hidden
+            step.rows,
+            plan.logit_rows,
+            plan.trees,
+            tap_layers=layers,
+            want_hidden=hidden or has_tap,
         )
-        if taps or hidden:
-            speculator.store_features(batch.slots, output.taps, output.hidden)
+        if drafter_layers or hidden:
+            taps = output.taps
+            if taps is not None and layers != drafter_layers:
+                taps = taps[:, : len(drafter_layers)]
+            speculator.store_features(batch.slots, taps, output.hidden)
         logits = output.logits
         forwarded = time.perf_counter()
         at = len(plan.sample_rows)
@@ -178,7 +206,7 @@ class Engine:
         self._move_kv(settle(plan, drawn))
         self.counters.forward_time_s += forwarded - start
         self.counters.sample_time_s += time.perf_counter() - forwarded
-        return prompt_rows
+        return prompt_rows, output
 
     def _move_kv(self, moves: Sequence[Move]) -> None:
         """Keys, values and features of accepted tree nodes go where their positions are."""

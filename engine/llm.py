@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.assembly import build_engine
+from engine.feature_tap import FeatureTap
 from engine.outputs import RequestOutput
 from engine.prompts import Prompt, TokenPrompt, one_per_prompt
 from engine.request_group import RequestGroup
@@ -147,6 +148,7 @@ class LLM:
             "draft_time_s": counters.draft_time_s,
             "num_accepted_per_position": list(counters.num_accepted_per_position),
             "speculation": self.engine.speculator.explain(),
+            "feature_tap": self.engine.taps.explain(),
         }
 
     def tuner_state(self) -> dict[str, Any]:
@@ -162,6 +164,22 @@ class LLM:
         """
         with self._turn:
             self.engine.speculator.tuner.load_state_dict(state)
+
+    def attach_tap(self, tap: FeatureTap) -> None:
+        """Hand out accepted tokens and the target's hidden states of them, as training data for a drafter.
+
+        Costs no forward and changes no token. ``stats()["feature_tap"]`` says how it goes.
+
+        Raises:
+            ValueError: another tap is attached, or it does not fit the model.
+        """
+        with self._turn:
+            self.engine.attach_tap(tap)
+
+    def detach_tap(self) -> FeatureTap | None:
+        """Take the tap off; it can be attached again. None where there is none."""
+        with self._turn:
+            return self.engine.detach_tap()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, with nothing changed, while a step runs."""
