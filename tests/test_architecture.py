@@ -103,6 +103,7 @@ LAYERS: dict[str, int] = {
     "tlt_train.packing": 3,
     "tlt_train.drafter": 4,
     "tlt_train.checkpoint": 4,
+    "tlt_train.checkpoint_file": 4,
     "tlt_train.metrics_log": 4,
     "tlt_train.export": 4,
     "tlt_train.trainer": 5,
