@@ -255,6 +255,9 @@ def frame_bytes(payload_bytes: int) -> int:
 
 def _create(name: str, size: int, owner: RingWriter) -> None:
     """Make the segment; it is unlinked when ``owner`` is closed or collected."""
+    space = os.statvfs(_DIRECTORY)
+    if size > space.f_bavail * space.f_frsize:
+        raise _no_space(size, "too large for what is left")
     try:
         segment = SharedMemory(name, create=True, size=size)
     except FileExistsError as error:
@@ -268,12 +271,16 @@ def _create(name: str, size: int, owner: RingWriter) -> None:
     except OSError as error:
         segment.close()
         segment.unlink()
-        raise ValueError(
-            f"capacity_bytes: {size} bytes of shared memory are not free ({error.strerror}); ask for less, or make "
-            f"{_DIRECTORY} larger (docker: --shm-size)"
-        ) from error
+        raise _no_space(size, error.strerror) from error
     segment.close()  # this mapping is not used; the name stays, and so does the tracker's note of it
     owner._finalizer = weakref.finalize(owner, _unlink, segment, os.getpid())
+
+
+def _no_space(size: int, why: str) -> ValueError:
+    return ValueError(
+        f"capacity_bytes: {size} bytes of shared memory are not free ({why}); ask for less, or make {_DIRECTORY} "
+        "larger (docker: --shm-size)"
+    )
 
 
 def _fill(name: str, size: int) -> None:
