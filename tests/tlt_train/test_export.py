@@ -357,3 +357,33 @@ def test_bad_arguments_leave_nothing(target: Path, tmp_path: Path) -> None:
     out.mkdir()
     export_drafter(head, out, format="eagle3", target=str(target))
     assert write_config(open_drafter(out, model_of(target)).config)
+
+
+@pytest.mark.parametrize("format", ["eagle3", "speculators"])
+def test_flags_of_the_draft_vocabulary_are_made_where_they_are_missing(
+    target: Path, tmp_path: Path, format: str
+) -> None:
+    a_drafter(target, tmp_path / "head", "eagle3")
+    file = tmp_path / "head" / "model.safetensors"
+    tensors = load_file(file)
+    flags = tensors.pop("t2d")
+    save_file(tensors, file)
+    exported(target, tmp_path, format)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["t2d"], flags)
+
+
+def test_what_cannot_be_read_back_is_not_left_behind(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_drafter(target, tmp_path / "head", "eagle3")
+    found = [open_drafter(tmp_path / "head", model_of(target))]
+
+    def fails(*_: Any) -> Any:
+        if found:
+            return found.pop()
+        raise ValueError("damaged")
+
+    monkeypatch.setattr("tlt_train.export.open_drafter", fails)
+    with pytest.raises(ValueError, match="damaged"):
+        export_drafter(tmp_path / "head", tmp_path / "out", format="eagle3", target=str(target))
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
