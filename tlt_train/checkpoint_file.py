@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -90,9 +91,13 @@ def fill(buffer: Tensor, tensors: Mapping[str, Tensor], layout: Layout) -> memor
     """Copies the tensors into the buffer (uint8, at least layout.num_bytes); the view of what is the file's data."""
     on_cuda = any(tensor.is_cuda for tensor in tensors.values())
     for name, (begin, end) in layout.spans.items():
-        tensor = tensors[name].detach()
-        target = buffer[begin:end].view(tensor.dtype).view(tensor.shape)
-        target.copy_(tensor, non_blocking=on_cuda)
+        tensor, target = tensors[name].detach(), buffer[begin:end]
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            # one thread: a parallel copy of each tensor waits for whichever core is busy, and on a busy machine
+            # that took ten times as long, against 13 ms and 5 ms for 120 MB on an idle one
+            np.copyto(target.numpy(), tensor.view(-1).view(torch.uint8).numpy())
+        else:
+            target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=on_cuda)
     if on_cuda:
         torch.cuda.synchronize()
     return buffer.numpy().data[: layout.num_bytes]
