@@ -44,4 +44,4 @@ def reference_loss(
     if name == "lk_hybrid":
         weight = torch.exp(-eta * torch.minimum(target, draft).sum(-1).mean()).detach()
         return weight * kl + (1.0 - weight) * total_variation
-    raise ValueError(f"no reference for the loss {name!r}")
+    raise ValueError(f"there is no reference for the loss {name!r}")
