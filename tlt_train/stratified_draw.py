@@ -105,7 +105,7 @@ def choose(
     for cell in sorted(np.unique(cells[is_open]).tolist(), key=lambda c: (-(c % NUM_STRATA), c)):
         members = np.flatnonzero((cells == cell) & is_open)
         mean_len = cell_rooms[cell] / weights[members].sum()
-        count = int(wanted[cell] / unserved * left / mean_len + roundings[cell])
+        count = int(wanted[cell] / max(unserved, wanted[cell]) * left / mean_len + roundings[cell])
         unserved -= wanted[cell]
         for i in members[np.argsort(priority[members], kind="stable")][:count].tolist():
             if lengths[i] <= left:
