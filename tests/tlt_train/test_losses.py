@@ -103,7 +103,9 @@ def test_the_weight_of_a_row_is_not_rounded_to_bf16(name: str) -> None:
     weight = 1.0 + 2**-8
     (found,) = torch.autograd.grad((row_losses(name, draft, target).loss * weight).sum(), draft)
     (wanted,) = torch.autograd.grad((row_losses(name, exact, target).loss * weight).sum(), exact)
-    assert abs(float((found.double() / wanted).median()) - 1.0) < 5e-4
+    assert (
+        abs(float((found.double() / wanted).median()) - 1.0) < 2e-3
+    )  # both roundings of bf16 allow 1e-3
 
 
 @pytest.mark.parametrize("name", LOSS_NAMES)
@@ -155,11 +157,11 @@ def test_equal_distributions_are_a_fixed_point(name: str, dtype: torch.dtype) ->
     draft, target = logits((5, 64), dtype)
     same = target.clone().requires_grad_()
     out = row_losses(name, same, target)
-    assert float(out.loss.abs().max()) < 1e-6
+    assert float(out.loss.detach().abs().max()) < 1e-6
     assert float(out.alpha.min()) > 1.0 - 1e-6
     assert bool(out.agrees.all())
     assert float(gradient(out.loss, same).abs().max()) < 1e-7
-    assert float(row_losses(name, draft, target).loss.min()) > 1e-3
+    assert float(row_losses(name, draft, target).loss.detach().min()) > 1e-3
 
 
 @pytest.mark.parametrize("name", LOSS_NAMES)
@@ -194,7 +196,7 @@ def test_a_bad_logit_shows_in_its_row_only(name: str, bad: float) -> None:
     spoilt = draft.detach().clone()
     spoilt[4, 17] = bad
     out = row_losses(name, spoilt.requires_grad_(), target)
-    assert math.isnan(float(out.loss[4]))
+    assert math.isnan(out.loss[4].item())
     if name != "lk_hybrid":  # its weight is a mean over rows
         kept = [row for row in range(9) if row != 4]
         assert torch.equal(out.loss[kept], row_losses(name, draft, target).loss[kept])
