@@ -164,6 +164,15 @@ def test_equal_distributions_are_a_fixed_point(name: str, dtype: torch.dtype) ->
     assert float(row_losses(name, draft, target).loss.detach().min()) > 1e-3
 
 
+def test_a_tie_counts_as_covered() -> None:
+    """Token 2 has 1/2 in both distributions, the draft lacks token 0: nothing that it has can be moved there."""
+    target = torch.tensor([[0.0, -1e4, 0.0]])
+    draft = torch.tensor([[-1e4, 0.0, 0.0]], requires_grad=True)
+    out = row_losses("tv", draft, target)
+    assert out.alpha.tolist() == [0.5]
+    assert not gradient(out.loss, draft).any()
+
+
 @pytest.mark.parametrize("name", LOSS_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_extremes_stay_finite(name: str, dtype: torch.dtype) -> None:
@@ -250,6 +259,7 @@ def test_only_the_loss_carries_a_gradient() -> None:
     assert not out.agrees.requires_grad
     out.loss.sum().backward()
     assert target.grad is None
+    assert not row_losses("lk", draft.detach(), target).loss.requires_grad
     with torch.no_grad():
         assert torch.equal(row_losses("lk", draft, target).loss, out.loss)
 
