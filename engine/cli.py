@@ -1,12 +1,14 @@
-"""The ``tlt`` command: demo, generate, bench, check, replay, explain.
+"""The ``tlt`` command: demo, generate, bench, check, replay, explain, drafter.
 
 Owns the words of the command line. What each command does lives in its own module, imported when it is called, so
-that ``tlt --help`` is quick. Invariant: bad input ends in one line on stderr and exit status 2, never a traceback.
+that ``tlt --help`` is quick. ``tlt drafter`` belongs to tlt_train, which engine never imports: as an entry point that
+serves both packages, this module looks its words up by name. Invariant: bad input ends in one line on stderr and exit status 2, never a traceback.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -17,7 +19,6 @@ from typing import Any
 
 from engine.check_lossless import add_parser as add_check
 from engine.check_lossless import run_check
-from engine.drafter_cli import add_commands as add_drafter
 from engine.option_parser import OptionParser
 from engine.replay_cli import add_commands as add_replay
 from engine.replay_cli import run_replay
@@ -55,7 +56,7 @@ def _parser() -> OptionParser:
         prog="tlt", description="An inference engine for adaptive speculative decoding in RL."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    add_drafter(commands)
+    importlib.import_module("tlt_train.cli").add_commands(commands)
     demo = commands.add_parser(
         "demo", help="8 prompts x 4 samples with a long tail, timed and drawn"
     )

@@ -117,7 +117,9 @@ LAYERS: dict[str, int] = {
     "tlt_train.rl.*": 6,
     "tlt_train.adapters": 6,
     "tlt_train.adapters.*": 6,
+    "tlt_train.acceptance": 1,
     "tlt_train.generate": 7,  # runs an LLM
+    "tlt_train.trial_runs": 7,
     "tlt_train.evaluate": 7,
     "tlt_train.cli": 8,
 }
