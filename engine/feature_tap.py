@@ -193,9 +193,8 @@ class FeatureTap:
         spare = self._ends_bytes
         if not progress.is_open:
             spare += progress.end_bytes
-        spare += max(
-            self._longest_end, progress.end_bytes
-        )  # padding: the ends may meet the end of the ring
+        # The ends may meet the end of the ring once, and leave as much before it as one of them takes.
+        spare += max(self._longest_end, progress.end_bytes)
         size = progress.head.payload_bytes(len(tokens), self._width)
         at = None
         if size <= self._ring.max_payload_bytes:

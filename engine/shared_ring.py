@@ -271,7 +271,7 @@ def _create(name: str, size: int, owner: RingWriter) -> None:
     except OSError as error:
         segment.close()
         segment.unlink()
-        raise _no_space(size, error.strerror) from error
+        raise _no_space(size, str(error.strerror)) from error
     segment.close()  # this mapping is not used; the name stays, and so does the tracker's note of it
     owner._finalizer = weakref.finalize(owner, _unlink, segment, os.getpid())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import random
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -13,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine import LLM, AsyncEngine, SamplingParams
-from engine.feature_tap import FeatureTap
+from engine.feature_tap import FeatureTap, _Features
+from engine.models.decoder import ForwardOutput
+from engine.request import Request
 from engine.tap_record import TapReader
-from tests.spec.exact_head import make_exact
 from tests.tapped import HIDDEN, LAYERS, Job, Watcher, dense, run
 
 JOBS: list[Job] = [
@@ -202,6 +205,18 @@ def test_a_slow_reader_gets_what_there_was_room_for(tiny_llama_dir: Path) -> Non
             tap.close()
 
 
+def test_a_long_prompt_comes_in_pieces(tiny_llama_dir: Path) -> None:
+    """A record takes an eighth of the ring at most: a prompt of 60 rows that ran in one step is not one of them."""
+    llm = make_llm(tiny_llama_dir, enable_prefix_caching=False)
+    with FeatureTap(LAYERS, capacity_bytes=80 * 2 * WIDTH) as tap:
+        llm.attach_tap(tap)
+        watcher = Watcher(tap.name)
+        run(llm, JOBS[2:], watcher)
+        assert tap.stats()["num_dropped_records"] == 0
+        assert sorted(watcher.seen["job-0"].tokens) == list(range(60 + 24 - 1))
+        assert tap.stats()["num_records"] > 23 + 6
+
+
 # ---- what goes wrong stays here
 
 
@@ -374,7 +389,8 @@ def test_the_streaming_engine_takes_a_tap(tiny_llama_dir: Path) -> None:
     async def main(engine: AsyncEngine) -> list[int]:
         await engine.attach_tap(tap)
         params = SamplingParams(max_tokens=12, ignore_eos=True, seed=3)
-        async for _ in engine.generate("left early", params, request_id="left \udce4 early"):
+        long = SamplingParams(max_tokens=110, ignore_eos=True, seed=3)
+        async for _ in engine.generate("left early", long, request_id="left \udce4 early"):
             break
         output = [o async for o in engine.generate("to the end", params, request_id="whole")][-1]
         assert await engine.detach_tap() is tap
@@ -390,45 +406,50 @@ def test_the_streaming_engine_takes_a_tap(tiny_llama_dir: Path) -> None:
     tap.close()
 
 
-# ---- beside a drafter that reads features
+# ---- the books, without an engine
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
-@pytest.mark.parametrize("layers", [(), (1, 0), (0, 0, 1), (0, 0)])
-def test_the_drafter_reads_its_own_columns(
-    tmp_path: Path, kind: str, layers: tuple[int, ...]
-) -> None:
-    """Same drafts, same acceptance, with any tap beside it; and the tap gets its own columns."""
-    heads = make_exact(tmp_path)
-    config = {
-        "method": kind,
-        "model": str(heads[kind]),
-        "tuner": "fixed",
-        "num_speculative_tokens": 4,
-    }
-    found = []
-    for has_tap in (False, True):
-        llm = LLM(
-            str(heads["target"]),
-            kv_cache_bytes=1 << 22,
-            max_model_len=128,
-            speculative_config=config,
-        )
-        tap = FeatureTap(layers, capacity_bytes=1 << 20)
-        watcher = Watcher(tap.name)
-        if has_tap:
-            llm.attach_tap(tap)
-        prompts = [{"prompt_token_ids": [1, 5, 9, 2]}, {"prompt_token_ids": list(range(20))}]
-        params = SamplingParams(max_tokens=24, temperature=1.0, seed=2, ignore_eos=True)
-        done = llm.generate(prompts, params)  # type: ignore[arg-type]
-        watcher.poll()
-        found.append([(o.outputs[0].token_ids, o.metrics[0].speculative_decoding) for o in done])
-        assert not llm.engine.speculator.failures
-        if has_tap:
-            assert llm.engine.counters.num_accepted_draft_tokens > 8
-            for output, seen in zip(done, watcher.seen.values(), strict=True):
-                ids = output.prompt_token_ids + output.outputs[0].token_ids
-                expected = dense(llm, ids, layers) if layers else dense(llm, ids, (0,))[:, HIDDEN:]
-                assert all(np.array_equal(expected[p], row) for p, row in seen.features.items())
-        tap.close()
-    assert found[0] == found[1]
+@pytest.mark.parametrize("seed", range(8))
+def test_who_was_begun_is_ended_however_full_the_ring(seed: int) -> None:
+    """Room for the last record of each request is kept, wherever the ring wraps and however long its id is."""
+    for case in range(50):
+        rng = random.Random(1000 * seed + case)
+        with FeatureTap((1,), capacity_bytes=rng.randrange(3000, 4500)) as tap:
+            tap.bind(2, 8)
+            watcher = Watcher(tap.name)
+            num_tokens = drive(tap, watcher, rng)
+            tap.end_all("abort")
+            watcher.poll()
+            assert all(seen.end is not None for seen in watcher.seen.values())
+            found = sum(len(seen.tokens) for seen in watcher.seen.values())
+            assert found + tap.stats()["num_dropped_tokens"] == num_tokens
+            assert tap._ends_bytes == 0
+
+
+def drive(tap: FeatureTap, watcher: Watcher, rng: random.Random) -> int:
+    """Requests come, go on and end at random, the reader is mostly asleep; how many tokens were offered."""
+    hidden, taps = torch.zeros(3, 8), torch.zeros(3, 1, 8)
+    features = _Features(ForwardOutput(torch.empty(0), hidden, taps), [0], 3)
+    live: dict[int, Request] = {}
+    num_tokens = 0
+    for number in range(rng.randrange(20, 80)):
+        slot = rng.randrange(6)
+        if slot not in live:
+            name = f"{number}" + "x" * (37 * slot)
+            live[slot] = Request(name, [7] * 500, SamplingParams(), seed=0, max_total_len=1000)
+        request, count = live[slot], rng.randrange(1, 4)
+        what = rng.choice(["go on"] * 20 + ["stop", "abort"])
+        if what != "go on":
+            request.finish(what)  # type: ignore[arg-type]
+            del live[slot]
+        if what == "abort":
+            tap.end(request)
+        else:
+            tap.emit(request, request.num_computed, range(count), features)
+            request.num_computed += count
+            num_tokens += count
+        if rng.random() < 0.1:
+            for record in watcher.reader.read(rng.randrange(1, 9)):
+                watcher._take(record)
+            watcher.reader.release()
+    return num_tokens
