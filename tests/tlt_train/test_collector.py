@@ -214,8 +214,8 @@ def test_what_waits_is_bounded() -> None:
     row_bytes = make("x", 1).num_bytes
     reader, found = FakeReader(), []
     collector = Collector(reader, found.append, min_tokens=1, max_open_bytes=30 * row_bytes)
-    reader.push(record("lost", 0, 20))
-    for at in range(0, 40, 4):
+    reader.push(record("alive", 0, 4), record("lost", 0, 20))
+    for at in range(4, 40, 4):
         reader.push(record("alive", at, at + 4))
         collector.poll()
         assert collector.stats().open_bytes <= 30 * row_bytes

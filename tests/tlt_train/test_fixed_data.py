@@ -79,6 +79,13 @@ def test_lengths_are_mixed_within_an_epoch() -> None:
             assert keys.count("s") >= 10
 
 
+def test_samples_of_one_length_change_places_between_epochs() -> None:
+    data = FixedData([make(f"s{i}", 10) for i in range(50)])
+    orders = [[name for step in epoch(data, 100, number) for name in step] for number in (0, 1)]
+    num_moved = sum(a != b for a, b in zip(*orders, strict=True))
+    assert num_moved > 40
+
+
 def test_a_draw_is_a_function_of_its_arguments() -> None:
     """Resume: a new object asked for step 57 first gives what the old one gave after 56 others."""
     sequences = long_tailed()
