@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BufferStats:
-    """Counts of a buffer. Strata are named by their least length, 2**k tokens. ``num_*`` without "spilled" in it and
-    below ``num_spilled`` count since the buffer was made."""
+    """Counts of a buffer: what it holds now, then, from ``num_evicted`` to ``num_replaced``, events since it was made.
+
+    Strata are named by their least length, 2**k tokens.
+    """
 
     num_sequences: int
     num_tokens: int
