@@ -233,6 +233,8 @@ def test_the_newest_whole_one_is_found_whatever_happened(
         assert len(caplog.records) == num_damaged
         for path, record in zip(damaged, caplog.records, strict=True):
             assert str(path) in record.getMessage()
+            if kinds[round_index % len(kinds)] is damage_truncate and path.suffix != ".json":
+                assert "were written" in record.getMessage()  # says that it is cut off
         if num_damaged == 3:
             assert found is None
         else:

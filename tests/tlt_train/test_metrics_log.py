@@ -56,15 +56,18 @@ def test_what_json_lacks_is_a_string_in_strict_json(tmp_path: Path) -> None:
 
 
 def test_a_line_is_out_when_log_returns(tmp_path: Path) -> None:
-    """A buffer in the process would lose the last lines with it."""
+    """A buffer in the process, or a queue of a thread, would lose the last lines and events with it."""
+    pytest.importorskip("tensorboard")
     code = (
         "import os, sys\nfrom tlt_train.metrics_log import MetricsLog\n"
-        "log = MetricsLog(sys.argv[1], tensorboard=False)\n"
-        "log.log(1, {'loss': 2.0})\nlog.log(2, {'loss': 1.0})\nos.kill(os.getpid(), 9)\n"
+        "log = MetricsLog(sys.argv[1])\n"
+        "for step in range(20): log.log(step, {'loss': 2.0})\n"
+        "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert done.returncode == -9
-    assert steps_of(tmp_path) == [1, 2]
+    assert steps_of(tmp_path) == list(range(20))
+    assert [step for step, _ in scalars(tmp_path, "loss")] == list(range(20))
 
 
 def test_resume_drops_later_lines_and_a_torn_one(
