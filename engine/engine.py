@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.feature_tap import FeatureTap, TapSocket
+from engine.feature_tap import FeatureTap
 from engine.metrics import EngineCounters
 from engine.models.decoder import ForwardOutput
 from engine.output_text import OutputText
@@ -28,6 +28,7 @@ from engine.scheduler import ScheduledStep, Scheduler
 from engine.spec.tuner import StepRecord, Verified
 from engine.speculation import Drafts, Speculator
 from engine.step_plan import Move, StepPlan, Verdict, plan_step, settle
+from engine.tap_socket import TapSocket
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

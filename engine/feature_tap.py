@@ -1,37 +1,31 @@
 """FeatureTap: accepted tokens and the target's hidden states of them leave the engine through shared memory.
 
-Owns which rows of a step are handed out, and the books of it: positions of each request that are done, room kept for
-the record that ends a request. Layout and reader are in ``tap_record.py``, the ring in ``shared_ring.py``. Knows
-nothing of who reads or trains. No forward is run for a tap: the step's own one is asked for a few more columns.
+Owns the writing end and its books: positions of each request that are done, and the room kept for the record that
+ends a request. Layout and reader are in ``tap_record.py``, the ring in ``shared_ring.py``, which rows are accepted in
+``tap_socket.py``. Knows nothing of who reads or trains.
 
 Invariants: the features of a record are the target's at the very positions of its tokens, computed by one version;
 a position of a request is handed out or counted as dropped once, unless its keys came from the prefix cache: then
-never; a request of which anything was handed out gets its last record, whatever room is left; a failure in here takes
-the tap off and changes nothing else (``TapSocket``, a broad ``except`` between what learns and the rollout).
+never; a request of which anything was handed out gets its last record, whatever room is left.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.models.decoder import ForwardOutput
 from engine.request import Request
-from engine.scheduler import ScheduledStep
 from engine.shared_ring import RingWriter, frame_bytes
-from engine.step_plan import StepPlan
-from engine.tap_record import DETACHED, RecordHead, TapReader, TapRecord, named_stats
+from engine.tap_record import RecordHead, TapReader, TapRecord, named_stats
 
-__all__ = ["FeatureTap", "TapReader", "TapRecord", "TapSocket", "accepted_rows"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["FeatureTap", "Features", "TapReader", "TapRecord"]
 
 _RECORD_SHARE = 8  # a record takes at most this part of the ring, so that a long prompt is lost in pieces or not at all
+_SERIAL = 32767  # elements that torch copies without waking its threads, which the engine's kernels compete with
 _ID_BYTES = 256  # of both ids of a request; longer ones count against the rows of a record
 
 
@@ -132,7 +126,7 @@ class FeatureTap:
         """The engine lets go of it."""
         self._in_use = False
 
-    def emit(self, request: Request, start: int, rows: Sequence[int], features: _Features) -> None:
+    def emit(self, request: Request, start: int, rows: Sequence[int], features: Features) -> None:
         """Hand out accepted rows, and the end of a request that has ended.
 
         Args:
@@ -186,7 +180,7 @@ class FeatureTap:
         start: int,
         tokens: Sequence[int],
         rows: Sequence[int],
-        features: _Features,
+        features: Features,
         reason: str | None,
     ) -> bool:
         """One record, if there is room beside the ends of all open requests."""
@@ -230,132 +224,40 @@ class FeatureTap:
         return max(1, room // (2 * self._width + 4))
 
 
-class _Features:
-    """The hidden states of one forward, as a tap sees them: its own taps in its own order."""
+class Features:
+    """The hidden states of one forward, as a tap sees them.
 
-    def __init__(self, output: ForwardOutput, columns: slice | list[int], version: int) -> None:
+    Args:
+        output: of the forward.
+        columns: of ``output.taps`` that are the tap's, in its order.
+        version: of the target.
+    """
+
+    def __init__(self, output: ForwardOutput, columns: Sequence[int], version: int) -> None:
         assert output.hidden is not None, "the forward was not asked for hidden states"
         self.version = version
         self._hidden = output.hidden
-        self._taps = None if output.taps is None else output.taps[:, columns]
+        # (columns of the record, where they come from), in as few stretches as there are
+        self._parts: list[tuple[int, int, Tensor]] = []
+        done = 0
+        for first, count in _runs(columns):
+            assert output.taps is not None, "the forward was not asked for taps"
+            self._parts.append((done, done + count, output.taps[:, first : first + count]))
+            done += count
 
     def copy(self, rows: Sequence[int], to: Tensor) -> None:
         """to [n, T + 1, H] bf16 = taps and hidden states of ``rows``, rounded once."""
-        num_taps = to.shape[1] - 1
+        most = max(1, _SERIAL // (to.shape[1] * to.shape[2]))
+        hidden = to.shape[1] - 1
         done = 0
         for first, count in _runs(rows):
-            part = to[done : done + count]
-            if self._taps is not None and num_taps:
-                part[:, :num_taps].copy_(self._taps[first : first + count])
-            part[:, num_taps].copy_(self._hidden[first : first + count])
-            done += count
-
-
-class TapSocket:
-    """Where an engine takes a tap, at most one. What a tap does wrong ends the tap, never the rollout."""
-
-    def __init__(self) -> None:
-        self.tap: FeatureTap | None = None
-        self.num_failures = 0
-        self._columns: slice | list[int] = slice(0)
-
-    def attach(self, tap: FeatureTap, num_layers: int, hidden_size: int) -> None:
-        """As ``Engine.attach_tap``."""
-        if self.tap is not None:
-            raise ValueError(f"tap {self.tap.name!r} is attached; detach it first")
-        tap.bind(num_layers, hidden_size)
-        self.tap = tap
-
-    def detach(self) -> FeatureTap | None:
-        """As ``Engine.detach_tap``."""
-        tap = self.tap
-        self._guard(lambda tap: tap.end_all(DETACHED))
-        if tap is not None:
-            tap.unbind()
-            self.tap = None
-        return tap
-
-    def layers(self, drafter_layers: tuple[int, ...]) -> tuple[int, ...]:
-        """What to ask the next forward for: the drafter's layers first, then those that the tap needs beside them."""
-        if self.tap is None:
-            return drafter_layers
-        wanted = self.tap.tap_layers
-        if wanted == drafter_layers[: len(wanted)]:
-            self._columns = slice(0, len(wanted))
-            return drafter_layers
-        others = dict.fromkeys(layer for layer in wanted if layer not in drafter_layers)
-        layers = (*drafter_layers, *others)
-        self._columns = [layers.index(layer) for layer in wanted]
-        return layers
-
-    def emit(self, step: ScheduledStep, plan: StepPlan, output: ForwardOutput) -> None:
-        """A step has been committed: hand out what was accepted."""
-        self._guard(lambda tap: _emit(tap, step, plan, output, self._columns))
-
-    def end(self, request: Request) -> None:
-        """A request has ended between two steps."""
-        self._guard(lambda tap: tap.end(request))
-
-    def end_all(self) -> None:
-        """Every live request has been given up."""
-        self._guard(lambda tap: tap.end_all("abort"))
-
-    def explain(self) -> dict[str, Any]:
-        """Whether a tap is attached, how many have failed, and its counts."""
-        found: dict[str, Any] = {
-            "is_attached": self.tap is not None,
-            "num_failures": self.num_failures,
-        }
-        return found | (self.tap.stats() if self.tap is not None else {})
-
-    def _guard(self, call: Callable[[FeatureTap], None]) -> None:
-        tap = self.tap
-        if tap is None:
-            return
-        if tap.is_closed:
-            tap.unbind()
-            self.tap = None
-            return
-        try:
-            call(tap)
-        except Exception:
-            logger.exception("feature tap %s failed; it is taken off and closed", tap.name)
-            self.num_failures += 1
-            self.tap = None
-            tap.close()  # so that its reader waits for nothing
-
-
-def accepted_rows(
-    step: ScheduledStep, plan: StepPlan
-) -> Iterator[tuple[Request, int, Sequence[int]]]:
-    """(request, start, rows) of a committed step: the rows whose tokens stay, at contiguous positions from start.
-
-    Rows of scheduled tokens, then the accepted nodes of the tree behind them; what a stop or a limit has cut off the
-    request is not among them. The newest token has no row yet.
-    """
-    verdicts = iter(plan.verdicts)
-    row = 0
-    for part in step.rows:
-        first, row = row, row + part.num_tokens
-        rows: Sequence[int] = range(first, row)
-        if part.samples:
-            verdict = next(verdicts)
-            if verdict.accepted:
-                rows = [*rows, *(row + node for node in verdict.accepted)]
-            row += len(verdict.tree)
-        yield part.request, part.start, rows[: len(part.request.token_ids) - part.start]
-
-
-def _emit(
-    tap: FeatureTap,
-    step: ScheduledStep,
-    plan: StepPlan,
-    output: ForwardOutput,
-    columns: slice | list[int],
-) -> None:
-    features = _Features(output, columns, step.version)
-    for request, start, rows in accepted_rows(step, plan):
-        tap.emit(request, start, rows, features)
+            for row in range(first, first + count, most):
+                end = min(row + most, first + count)
+                part = to[done : done + end - row]
+                for begin, stop, taps in self._parts:
+                    part[:, begin:stop].copy_(taps[row:end])
+                part[:, hidden].copy_(self._hidden[row:end])
+                done += end - row
 
 
 def _begin(request: Request) -> _Progress:
@@ -368,7 +270,8 @@ def _begin(request: Request) -> _Progress:
 def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(first, count) of stretches of consecutive numbers."""
     if isinstance(rows, range):
-        yield rows.start, len(rows)
+        if len(rows):
+            yield rows.start, len(rows)
         return
     first = 0
     for i in range(1, len(rows) + 1):

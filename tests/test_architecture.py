@@ -84,6 +84,7 @@ LAYERS: dict[str, int] = {
     "engine.shared_ring": 1,
     "engine.tap_record": 1,
     "engine.feature_tap": 4,
+    "engine.tap_socket": 4,
     "engine.replay": 7,
     "engine.replay_report": 7,
     "engine.replay_cli": 8,

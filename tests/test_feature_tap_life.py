@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine import LLM, AsyncEngine, SamplingParams
-from engine.feature_tap import FeatureTap, _Features
+from engine.feature_tap import Features, FeatureTap
 from engine.models.decoder import ForwardOutput
 from engine.request import Request
 from engine.tap_record import TapReader
@@ -429,7 +429,7 @@ def test_who_was_begun_is_ended_however_full_the_ring(seed: int) -> None:
 def drive(tap: FeatureTap, watcher: Watcher, rng: random.Random) -> int:
     """Requests come, go on and end at random, the reader is mostly asleep; how many tokens were offered."""
     hidden, taps = torch.zeros(3, 8), torch.zeros(3, 1, 8)
-    features = _Features(ForwardOutput(torch.empty(0), hidden, taps), [0], 3)
+    features = Features(ForwardOutput(torch.empty(0), hidden, taps), [0], 3)
     live: dict[int, Request] = {}
     num_tokens = 0
     for number in range(rng.randrange(20, 80)):
