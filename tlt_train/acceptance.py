@@ -82,29 +82,21 @@ def expected_decode_s(
     return expected[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The most that a chain of one depth can gain over plain decoding. ``by_depth[d]``: with chains of d."""
-
-    speedup: float
-    depth: int
-    by_depth: tuple[float, ...]
-
-
-def best_speedup(
+def depth_gains(
     answers: Sequence[Answer], survival: Sequence[float], step_s: Mapping[int, float]
-) -> Bound:
-    """What the prices of steps allow at an acceptance: the best depth, as far as there are prices.
+) -> list[float]:
+    """What chains of each depth gain over plain decoding at an acceptance, by the prices of steps; [0] is 1.
+
+    The largest is the most that a fixed depth can gain.
 
     Args:
         answers: the texts.
         survival: by position.
-        step_s: seconds of a step by chain length, without a gap from 0 (plain decoding) on.
+        step_s: seconds of a step by chain length, without a gap from 0 (plain decoding) on; depths end with them.
     """
     plain = sum(answer.num_tokens for answer in answers) * step_s[0]
     gains = []
     for depth in range(min(max(step_s), len(survival)) + 1):
         seconds = sum(expected_decode_s(a, survival, step_s, depth) for a in answers)
         gains.append(plain / seconds if seconds else 1.0)
-    best = max(range(len(gains)), key=lambda depth: gains[depth])
-    return Bound(gains[best], best, tuple(gains))
+    return gains

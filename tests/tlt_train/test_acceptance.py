@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tlt_train.acceptance import Answer, Bound, ChainCounts, best_speedup, expected_decode_s
+from tlt_train.acceptance import Answer, ChainCounts, depth_gains, expected_decode_s
 
 CHANCES = (0.8, 0.6, 0.5, 0.3)
 
@@ -72,21 +72,20 @@ def test_expected_seconds_are_those_of_simulated_texts(
     )
 
 
-def test_the_best_depth_is_where_another_token_stops_paying() -> None:
+def test_gains_rise_until_another_token_stops_paying() -> None:
     survival, long = (0.8, 0.64, 0.1, 0.01), [Answer(4000, True)]
-    found = best_speedup(long, survival, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.6, 4: 2.0})
-    assert found.depth == 2
-    assert found.speedup == pytest.approx(2.44 / 1.2, rel=1e-3)
-    assert found.by_depth[0] == 1.0
-    assert found.by_depth[1] == pytest.approx(1.8 / 1.1, rel=1e-3)
+    found = depth_gains(long, survival, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.6, 4: 2.0})
+    assert found == pytest.approx([1.0, 1.8 / 1.1, 2.44 / 1.2, 2.54 / 1.6, 2.55 / 2.0], rel=1e-3)
+    short = depth_gains([Answer(3, False)], survival, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.6, 4: 2.0})
+    assert short[2] < 0.9 * found[2]  # its last steps have no room for a chain
 
 
-def test_where_nothing_pays_the_bound_is_plain_decoding() -> None:
-    found = best_speedup([Answer(50, False)], (0.1, 0.01), {0: 1.0, 1: 1.5, 2: 2.0})
-    assert (found.speedup, found.depth) == (1.0, 0)
-    assert best_speedup([Answer(0, True)], (0.5,), {0: 1.0, 1: 1.0}) == Bound(1.0, 0, (1.0, 1.0))
+def test_where_nothing_pays_plain_decoding_is_the_best() -> None:
+    found = depth_gains([Answer(50, False)], (0.1, 0.01), {0: 1.0, 1: 1.5, 2: 2.0})
+    assert max(found) == found[0] == 1.0
+    assert depth_gains([Answer(0, True)], (0.5,), {0: 1.0, 1: 1.0}) == [1.0, 1.0]
 
 
-def test_depths_without_a_price_or_a_survival_are_not_bounded() -> None:
-    assert len(best_speedup([Answer(9, True)], (0.9,) * 5, {0: 1.0, 1: 1.0}).by_depth) == 2
-    assert len(best_speedup([Answer(9, True)], (0.9,), {0: 1.0, 1: 1.0, 2: 1.0}).by_depth) == 2
+def test_depths_without_a_price_or_a_survival_have_no_gain() -> None:
+    assert len(depth_gains([Answer(9, True)], (0.9,) * 5, {0: 1.0, 1: 1.0})) == 2
+    assert len(depth_gains([Answer(9, True)], (0.9,), {0: 1.0, 1: 1.0, 2: 1.0})) == 2
