@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from engine import LLM, SamplingParams
-from engine.feature_tap import FeatureTap
+from engine.feature_tap import Features, FeatureTap
+from engine.models.decoder import ForwardOutput
 from engine.request import Request
 from engine.request_group import RequestGroup
 from tests.tapped import (
@@ -250,3 +251,20 @@ def test_records_of_two_versions_never_mix(hand_model: Model) -> None:
             expected = by_hand(tables[seen.versions[position] // 4], [token])[0]
             assert np.array_equal(seen.features[position][:64], expected[:64])
     tap.close()
+
+
+@pytest.mark.parametrize("serial", [1, 700, 1 << 20])
+def test_rows_and_columns_are_copied_in_any_stretches(
+    serial: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as indexing, whatever is contiguous and however much is copied at once."""
+    monkeypatch.setattr("engine.feature_tap._SERIAL", serial)
+    taps, hidden = torch.randn(40, 4, 24), torch.randn(40, 24)
+    for columns in (range(3), [0, 1, 2], [3, 0, 1], [2, 2], range(0), [1]):
+        features = Features(ForwardOutput(torch.empty(0), hidden, taps), columns, 0)
+        for rows in (range(40), [3, 4, 5, 9, 8, 20], [7], range(11, 12)):
+            found = torch.zeros(len(rows), len(columns) + 1, 24, dtype=torch.bfloat16)
+            features.copy(rows, found)
+            at = torch.tensor(list(rows))
+            expected = torch.cat([taps[at][:, list(columns)], hidden[at].unsqueeze(1)], 1)
+            assert torch.equal(found, expected.bfloat16())
