@@ -6,8 +6,9 @@ second forward for the features.
 
 Two decisions:
 - The prefix cache is off. Cached positions are never emitted, so with it every sample of a prompt but the first would
-  begin with a gap; a drafter reads the positions before a token, and the prompt is where they start. Prefilling a prompt
-  once more for each sample costs a few percent of a rollout.
+  begin with a gap, and so would every prompt behind a shared system prompt; a drafter reads the positions before a
+  token, and the prompt is where they start. The price is a prefill for every sample: with several samples of long
+  prompts and short answers it is most of the work, so one sample of more prompts is the default and the better data.
 - A run that ends early keeps what its unfinished requests have. Leaving them out would leave out the longest samples.
 
 Invariant: the requests are a function of the prompts and the options, the batch apart: the n-th request has the same

@@ -77,7 +77,7 @@ def test_gains_rise_until_another_token_stops_paying() -> None:
     found = depth_gains(long, survival, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.6, 4: 2.0})
     assert found == pytest.approx([1.0, 1.8 / 1.1, 2.44 / 1.2, 2.54 / 1.6, 2.55 / 2.0], rel=1e-3)
     short = depth_gains([Answer(3, False)], survival, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.6, 4: 2.0})
-    assert short[2] < 0.9 * found[2]  # its last steps have no room for a chain
+    assert short[2] < 0.95 * found[2]  # its last steps have no room for a chain
 
 
 def test_where_nothing_pays_plain_decoding_is_the_best() -> None:
