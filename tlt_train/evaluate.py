@@ -310,7 +310,7 @@ def report(record: dict[str, Any]) -> str:
     rows = [
         [
             *(f"{r['temperature']:g}", r["draft_sampling"], r["acceptance_length"]),
-            *r["acceptance_by_position"],
+            *(p if t else None for p, t in zip(*_by_position(r), strict=True)),
         ]
         for r in record["results"]
     ]
@@ -337,6 +337,10 @@ def report(record: dict[str, Any]) -> str:
     lines += ["", f"check: tokens of all runs against plain decoding: {outcome}"]
     lines += [f"failed: {name}: {why}" for name, why in record["failures"].items()]
     return "\n".join(lines)
+
+
+def _by_position(r: dict[str, Any]) -> tuple[list[float], list[int]]:
+    return r["acceptance_by_position"], r["trials_by_position"]
 
 
 def _speed_row(r: dict[str, Any]) -> list[Any]:

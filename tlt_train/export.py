@@ -114,6 +114,8 @@ def export_drafter(
             _save_speculators(staging, config, tensors, raw)
         else:
             save_drafter(staging, config, tensors, target=model.config)
+            if format == "eagle":
+                _name_for_both(staging / "config.json", model.config.architecture)
         written = open_drafter(staging, model.config)  # what cannot be read back is not exported
         staging.rename(out)
     finally:
@@ -208,6 +210,13 @@ def _converted(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
     if bool(tensor.isfinite().all()) and not bool(found.isfinite().all()):
         raise ValueError(f"--dtype {dtype}: {name} has values beyond its range; use bfloat16")
     return found
+
+
+def _name_for_both(path: Path, family: str) -> None:
+    """SGLang and vLLM call an EAGLE-1 model by different names; each takes the first of a list that it knows."""
+    raw = read_json(path)
+    raw["architectures"] = [family + "Eagle", "Eagle" + family]
+    path.write_text(json.dumps(raw, indent=1))
 
 
 def speculators_config(

@@ -218,6 +218,15 @@ def test_the_speed_up_and_its_bound_are_taken_within_the_rounds() -> None:
     assert found["fixed_of_bound"] == pytest.approx(200 / 150 / found["bound"])
 
 
+def test_positions_that_were_never_tried_are_not_shown_as_refused() -> None:
+    tried = {"temperature": 0.0, "draft_sampling": "greedy", "acceptance_length": 1.0}
+    tried |= {"acceptance_by_position": [0.0, 0.0], "trials_by_position": [9, 0]}
+    record = {"depth": 2, "held_out": True, "num_prompts": 1, "max_tokens": 2, "rounds": 0}
+    record |= {"verified": True, "failures": {}, "results": [tried]}
+    row = next(line for line in report(record).splitlines() if "greedy" in line)
+    assert row.split()[-2:] == ["0.00", "-"]
+
+
 def test_prices_are_medians_and_end_where_steps_are_few() -> None:
     plain = [RunLog(steps=steps(0, 1.0, 2.0, 90.0))]
     sweep = [RunLog(steps=[*steps(0, 7.0, 7.0, 7.0), *steps(1, 3.0, 4.0, 5.0)])]

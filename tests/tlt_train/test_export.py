@@ -187,7 +187,10 @@ def test_raw_eagle_keys(target: Path, tmp_path: Path) -> None:
     a_drafter(target, tmp_path / "head", "eagle", fc_bias=True)
     raw = exported(target, tmp_path, "eagle")
     assert raw.keys() >= EAGLE_READ
-    assert raw["architectures"] == ["LlamaForCausalLMEagle"]
+    assert raw["architectures"] == [
+        "LlamaForCausalLMEagle",
+        "EagleLlamaForCausalLM",
+    ]  # SGLang, vLLM
     assert raw["bias"] is True
     names = tensor_names(tmp_path / "out")
     assert {n.split(".")[0] for n in names} == {"fc", "layers"}
@@ -338,7 +341,7 @@ def test_biases_of_a_qwen2_layer_belong_to_its_eagle_head(
     a_drafter(target, tmp_path / "head", "eagle")
     export_drafter(tmp_path / "head", tmp_path / "out", format="eagle", target=str(target))
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert raw["architectures"] == ["Qwen2ForCausalLMEagle"]
+    assert raw["architectures"][0] == "Qwen2ForCausalLMEagle"
     assert "layers.0.self_attn.q_proj.bias" in tensor_names(tmp_path / "out")
 
 
