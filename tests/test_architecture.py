@@ -121,10 +121,13 @@ LAYERS: dict[str, int] = {
     "tlt_train.adapters": 6,
     "tlt_train.adapters.*": 6,
     "tlt_train.acceptance": 1,
+    "tlt_train.new_head": 4,
+    "tlt_train.training_run": 6,
+    "tlt_train.train": 8,
     "tlt_train.generate": 7,  # runs an LLM
     "tlt_train.trial_runs": 7,
     "tlt_train.evaluate": 7,
-    "tlt_train.cli": 8,
+    "tlt_train.cli": 9,
 }
 TORCH_FREE_BELOW = 2  # layers 0 and 1: the control plane has no tensors
 

@@ -164,7 +164,12 @@ class DrafterNetwork:
                 chain.append(self._keys(weights, entering, positions))
             residual = point(residual)
             attended = packed_attention(
-                self._queries(weights, entering, positions), keys, values, chain, layout, self._scale
+                self._queries(weights, entering, positions),
+                keys,
+                values,
+                chain,
+                layout,
+                self._scale,
             )
             residual = point(residual + weights.linear(_ATTN + "o_proj", attended).float())
             hidden, residual = self._leave(weights, residual)

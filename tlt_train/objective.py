@@ -12,7 +12,7 @@ optimisers or of where batches come from. Invariant: documents contribute separa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -169,14 +169,16 @@ class DraftObjective:
         return feature_regression(step.hidden, batch.hidden[step.teacher_rows].float())
 
 
-def useful_flops(config: EagleConfig, train_config: TrainConfig, rows: list[int], context: int) -> float:
+def useful_flops(
+    config: EagleConfig, train_config: TrainConfig, rows: Sequence[int], context: int
+) -> float:
     """Matrix multiplications that a step cannot do without, as floating point operations.
 
     A linear costs 2 operations a weight and row forward, as much for its weights' gradient, and as much for its
     input's unless that is data. Attention, norms and losses are not counted.
 
     Args:
-        rows: rows that count or are read, by unroll step.
+        rows: rows that draft, by unroll step.
         context: rows whose keys are computed at step 0 and that draft nothing.
     """
     hidden, inner, width = config.hidden_size, config.intermediate_size, config.layer_width

@@ -62,6 +62,8 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     num_tokens: int
+    num_drafting: tuple[int, ...]  # rows of this trainer that drafted, by unroll step
+    num_context: int  # other rows of it, read only
     seconds: float
     was_skipped: bool
 
@@ -108,7 +110,7 @@ class Trainer:
         self.num_steps = 0
         self.num_skipped_steps = 0
         self._skipped_in_a_row = 0
-        self._group = group
+        self.group = group
         self._should_stop = should_stop
         self._names = sorted(network.parameters)
         self._parameters = [network.parameters[name] for name in self._names]
@@ -150,12 +152,21 @@ class Trainer:
             gathered.loss,
             grad_norm,
             self.learning_rate,
-            sum(batch.token_ids.shape[0] for batch in gathered.batches),
+            sum(batch.num_tokens for batch in gathered.batches),
+            *self._row_counts(gathered.batches),
             time.perf_counter() - start,
             was_skipped,
         )
         self.num_steps += 1
         return report
+
+    def _row_counts(self, batches: list[PackedBatch]) -> tuple[tuple[int, ...], int]:
+        runs = [run for batch in batches for run in self.objective.runs(batch)]
+        drafting = tuple(
+            sum(max(run.end - run.begin - step, 0) for run in runs)
+            for step in range(self.config.unroll_depth)
+        )
+        return drafting, sum(run.begin - run.first for run in runs)
 
     @property
     def learning_rate(self) -> float:
@@ -166,8 +177,8 @@ class Trainer:
         self._check_stop()
         config, network = self.config, self.network
         rank, world = 0, 1
-        if self._group is not None:
-            rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if self.group is not None:
+            rank, world = dist.get_rank(self.group), dist.get_world_size(self.group)
         windows = self.source.draw(config.tokens_per_step, self.num_steps, rank=rank, world=world)
         num_taps = len(network.config.tap_layers)
         batches = [
@@ -179,8 +190,8 @@ class Trainer:
         counted = torch.tensor(
             [sum(self.objective.num_counted(batch) for batch in batches)], dtype=torch.float64
         )
-        if self._group is not None:
-            dist.all_reduce(counted, group=self._group)
+        if self.group is not None:
+            dist.all_reduce(counted, group=self.group)
         return _Gathered(
             batches,
             max(float(counted), 1.0),
@@ -208,12 +219,12 @@ class Trainer:
 
     def _reduce(self, gathered: _Gathered) -> None:
         """Sums over the group, in one message."""
-        if self._group is None:
+        if self.group is None:
             return
         sums = gathered.measured.sums
         parts = [g.flatten() for g in gathered.gradients]
         flat = torch.cat([*parts, sums.flatten().float(), torch.tensor([gathered.loss])])
-        dist.all_reduce(flat, group=self._group)
+        dist.all_reduce(flat, group=self.group)
         sizes = [part.shape[0] for part in parts]
         *gradients, stats, loss = flat.split([*sizes, sums.numel(), 1])
         for mine, new in zip(gathered.gradients, gradients, strict=True):
@@ -252,7 +263,7 @@ class Trainer:
     # ---- stopping
 
     def _check_stop(self) -> None:
-        if self._group is None and self._should_stop():
+        if self.group is None and self._should_stop():
             raise Preempted
 
     def _point(self, x: Tensor) -> Tensor:

@@ -1,0 +1,242 @@
+"""A run of steps with everything around them: logs, checkpoints, validation, a deadline, a way to stop and go on.
+
+Owns the loop and what is written down of it. Knows nothing of where data and heads come from. Invariant: what a
+checkpoint holds and the data's order by step number decide everything that follows, so a run of a given number of
+steps that was killed and resumed has the same losses, bit by bit, as one that was not.
+
+A run ends by steps or by time. By time, the number of steps is estimated from the steps so far when the warm-up ends
+and at each checkpoint after it, since the learning rate must come down by the end; the estimate is in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from tlt_train.checkpoint import CheckpointStore
+from tlt_train.metrics_log import MetricsLog
+from tlt_train.objective import Measured, useful_flops
+from tlt_train.packing import pack, split
+from tlt_train.sequence import TrainingSequence, TrainingWindow
+from tlt_train.trainer import Preempted, StepReport, Trainer
+
+logger = logging.getLogger(__name__)
+
+_SLACK = 0.98  # of the time left that steps are planned for
+_SPEED_STEPS = 20  # whose median is the speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a run is written down.
+
+    Args:
+        checkpoint_every, validate_every, log_every: steps; 0 never.
+        resume: go on from the newest whole checkpoint, if there is one.
+        show_progress: a bar.
+    """
+
+    checkpoint_every: int = 200
+    validate_every: int = 100
+    log_every: int = 1
+    resume: bool = False
+    show_progress: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended. Times and tokens are of this process, since it began or resumed."""
+
+    num_steps: int
+    num_tokens: int
+    seconds: float
+    useful_flops: float
+    was_stopped: bool
+    validation: Measured | None
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.useful_flops / max(self.seconds, 1e-9)
+
+
+class TrainingRun:
+    """Runs a trainer to its end.
+
+    Args:
+        trainer: with its data.
+        options: of the run.
+        store: of checkpoints; None writes none.
+        log: of metrics; None writes none. Of several trainers only the first has a store and a log.
+        held_out: sequences for validation; none does not validate.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: RunOptions,
+        *,
+        store: CheckpointStore | None = None,
+        log: MetricsLog | None = None,
+        held_out: Sequence[TrainingSequence] = (),
+    ) -> None:
+        self.trainer = trainer
+        self._options = options
+        self._store = store
+        self._log = log
+        self._held_out = list(held_out)
+        self._step_s: list[float] = []
+        self.validation: Measured | None = None
+
+    def run(
+        self,
+        *,
+        deadline_s: float | None = None,
+        after_step: Callable[[StepReport], None] = lambda report: None,
+    ) -> RunOutcome:
+        """Steps until ``trainer.total_steps`` or the deadline, and a last checkpoint.
+
+        Args:
+            deadline_s: of ``time.perf_counter``; None ends by steps alone.
+            after_step: called after each step.
+        """
+        trainer = self.trainer
+        start, num_tokens, flops, was_stopped = time.perf_counter(), 0, 0.0, False
+        length = trainer.total_steps
+        with tqdm(
+            total=length, initial=trainer.num_steps, disable=not self._options.show_progress,
+            unit="step", dynamic_ncols=True,
+        ) as bar:  # fmt: skip
+            while trainer.num_steps < trainer.total_steps:
+                if deadline_s is not None and self._agreed(time.perf_counter() >= deadline_s):
+                    break
+                try:
+                    report = trainer.step()
+                except Preempted:
+                    was_stopped = True
+                    break
+                num_tokens += report.num_tokens
+                flops += self._flops(report)
+                self._step_s.append(report.seconds)
+                self._after(report, deadline_s, bar)
+                after_step(report)
+        seconds = time.perf_counter() - start
+        if self._held_out and not was_stopped:
+            self._validate()
+        if self._store is not None:
+            self._save()
+            self._store.wait()
+        return RunOutcome(
+            trainer.num_steps, num_tokens, seconds, flops, was_stopped, self.validation
+        )
+
+    def resume(self) -> bool:
+        """Load the newest whole checkpoint, if there is one."""
+        found = None if self._store is None else self._store.latest()
+        if found is None:
+            return False
+        self.trainer.load_state(found.tensors, found.state)
+        logger.info("resumed from step %d", self.trainer.num_steps)
+        return True
+
+    def _after(self, report: StepReport, deadline_s: float | None, bar: Any) -> None:
+        options, trainer = self._options, self.trainer
+        done = trainer.num_steps
+        at_checkpoint = bool(options.checkpoint_every) and done % options.checkpoint_every == 0
+        if deadline_s is not None and (at_checkpoint or done == trainer.config.warmup_steps):
+            self._plan(deadline_s)
+            bar.total = trainer.total_steps
+        if at_checkpoint and self._store is not None:
+            self._save()
+        if options.validate_every and done % options.validate_every == 0 and self._held_out:
+            self._validate()
+        if self._log is not None and options.log_every and done % options.log_every == 0:
+            self._log.log(done, self._values(report))
+        bar.set_postfix_str(_line(report), refresh=False)
+        bar.update(done - bar.n)
+
+    def _plan(self, deadline_s: float) -> None:
+        """The number of steps that the time left allows."""
+        step_s = statistics.median(self._step_s[-_SPEED_STEPS:])
+        left = max(int((deadline_s - time.perf_counter()) * _SLACK / step_s), 1)
+        self.trainer.total_steps = self._first(self.trainer.num_steps + left)
+
+    def _save(self) -> None:
+        assert self._store is not None
+        tensors, state = self.trainer.state()
+        self._store.save(self.trainer.num_steps, tensors, state)
+
+    def _validate(self) -> None:
+        """On the held-out sequences, cut to steps as training is."""
+        trainer = self.trainer
+        config, head = trainer.config, trainer.network.config
+        windows = [
+            TrainingWindow(s, 0, min(s.num_tokens, config.tokens_per_step)) for s in self._held_out
+        ]
+        total = Measured.zero(config.unroll_depth)
+        with torch.no_grad():
+            for part in split(windows, config.tokens_per_micro_batch):
+                batch = pack(
+                    part, num_taps=len(head.tap_layers), hidden_size=head.target_hidden_size
+                )
+                total = total + trainer.objective.loss(batch, 1.0)[1]
+        self.validation = total
+        if self._log is not None:
+            self._log.log(trainer.num_steps, _measured_values(total, "validation/"))
+
+    def _values(self, report: StepReport) -> dict[str, float]:
+        values = {
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.learning_rate,
+            "tokens_per_s": report.num_tokens / report.seconds,
+            "useful_gflops_per_s": self._flops(report) / report.seconds / 1e9,
+            "num_skipped_steps": float(self.trainer.num_skipped_steps),
+        }
+        if self._store is not None:
+            values["checkpoint_stall_s"] = self._store.stall_s
+        return values | _measured_values(report.measured, "train/")
+
+    def _flops(self, report: StepReport) -> float:
+        trainer = self.trainer
+        return useful_flops(
+            trainer.network.config, trainer.config, report.num_drafting, report.num_context
+        )
+
+    def _agreed(self, value: bool) -> bool:
+        """Whether the first of several trainers says so: they must end at the same step."""
+        return bool(self._first(int(value)))
+
+    def _first(self, value: int) -> int:
+        if self.trainer.group is None:
+            return value
+        shared = torch.tensor([value], dtype=torch.int64)
+        dist.broadcast(shared, 0, group=self.trainer.group)
+        return int(shared)
+
+
+def _measured_values(measured: Measured, prefix: str) -> dict[str, float]:
+    """By position of the chain: acceptance expected of sampling, and of the most likely token; loss."""
+    values = {
+        f"{prefix}acceptance_length": measured.acceptance_length("alpha"),
+        f"{prefix}acceptance_length_greedy": measured.acceptance_length("agrees"),
+    }
+    for name, label in (("loss", "loss"), ("alpha", "acceptance"), ("agrees", "accuracy")):
+        for position, mean in enumerate(measured.means(name), 1):
+            values[f"{prefix}{label}_{position}"] = mean
+    return values
+
+
+def _line(report: StepReport) -> str:
+    measured = report.measured
+    return (
+        f"loss {report.loss:.3f}, acceptance length {measured.acceptance_length('alpha'):.2f} sampled "
+        f"{measured.acceptance_length('agrees'):.2f} greedy, {report.num_tokens / report.seconds:.0f} tokens/s"
+    )
