@@ -94,6 +94,11 @@ class DrafterNetwork:
         check_names(config, {n: tuple(t.shape) for n, t in named.items()}, "drafter weights")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if config.draft_vocab_size != config.vocab_size and D2T not in named:
+            raise ValueError(
+                f"{D2T} is missing: it must map the {config.draft_vocab_size} ids of the draft's vocabulary to the "
+                f"target's {config.vocab_size}"
+            )
         if not config.own_head and head is None:
             raise ValueError("head is missing: a head without lm_head uses the target's, [V, H]")
         self.config = config
@@ -145,7 +150,14 @@ class DrafterNetwork:
             batch: documents of at least two positions.
             runs: the active rows, none of them a document's last.
             point: an identity that every step's residual streams pass, on the way there and on the way back.
+
+        Raises:
+            ValueError: a chain would leave the window before it ends.
         """
+        if self.window and depth > self.window + 1:
+            raise ValueError(
+                f"depth must be at most {self.window + 1}, one more than the window, got {depth}"
+            )
         weights = _Weights(self.parameters, self.dtype)
         layout = AttentionLayout(runs, self.window)
         active = torch.cat([torch.arange(run.begin, run.end) for run in runs])

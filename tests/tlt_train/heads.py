@@ -40,7 +40,9 @@ def embedding_and_head() -> tuple[Tensor, Tensor]:
 def make_head(kind: str, **changes: Any) -> tuple[EagleConfig, dict[str, Tensor]]:
     """A random head; an eagle3 head with its own ``lm_head`` knows 200 of 320 tokens."""
     own_vocabulary = kind == "eagle3" and changes.get("own_head") is not False
-    return tiny_head(TARGET, kind, **{"draft_vocab_size": 200 if own_vocabulary else None} | changes)
+    return tiny_head(
+        TARGET, kind, **{"draft_vocab_size": 200 if own_vocabulary else None} | changes
+    )
 
 
 def make_network(kind: str = "eagle3", *, window: int = 0, **changes: Any) -> DrafterNetwork:
