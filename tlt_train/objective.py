@@ -97,6 +97,8 @@ class DraftObjective:
         for first, end in zip(batch.doc_starts, batch.doc_starts[1:], strict=False):
             begin = first
             if not self._config.learn_prompts:
+                if not bool(batch.in_response[end - 1]):
+                    continue
                 num_prompt = int((~batch.in_response[first:end]).sum())
                 begin = max(first, first + num_prompt - 2)  # is about the response's first token
             if begin < end - 1:
@@ -149,7 +151,7 @@ class DraftObjective:
         return total, measured
 
     def _counted(self, batch: PackedBatch) -> Tensor:
-        """[N + 1] bool: whether the token of a row's position is learnt; a token not known (None follows) is."""
+        """[N + 1] bool: whether the token of a row's position is learnt; the one behind a document, not known, is."""
         known = self._in_vocabulary[batch.token_ids]
         if not self._config.learn_prompts:
             known = known & batch.in_response
@@ -175,7 +177,7 @@ def useful_flops(
     """Matrix multiplications that a step cannot do without, as floating point operations.
 
     A linear costs 2 operations a weight and row forward, as much for its weights' gradient, and as much for its
-    input's unless that is data. Attention, norms and losses are not counted.
+    input's unless that is data. Attention, norms and losses are not counted, nor what a pass does beyond ``rows``.
 
     Args:
         rows: rows that draft, by unroll step.
@@ -192,4 +194,6 @@ def useful_flops(
     total += 2.0 * head * rows[0]  # the teacher
     for count in rows:
         total += 2.0 * count * (3 * layer + (3 if trained else 2) * head)
+    if config.kind == "eagle":  # what is fed back enters fc again, and has a gradient
+        total += 2.0 * sum(rows[1:]) * (2 * fc + hidden * hidden)
     return total
