@@ -123,11 +123,24 @@ LAYERS: dict[str, int] = {
     "tlt_train.acceptance": 1,
     "tlt_train.new_head": 4,
     "tlt_train.training_run": 6,
+    "tlt_train.rollouts": 6,
     "tlt_train.train": 8,
+    "tlt_train.live": 8,
+    "tlt_train.live_rollout": 7,
+    "tlt_train.live_options": 0,
+    "tlt_train.live_report": 6,
+    "tlt_train.live_state": 7,
     "tlt_train.generate": 7,  # runs an LLM
     "tlt_train.trial_runs": 7,
     "tlt_train.evaluate": 7,
+    "tlt_train.train_cli": 9,
+    "tlt_train.cli_options": 0,
     "tlt_train.cli": 9,
+    "tlt_train.worked_solutions": 1,
+    "tlt_train.sft_options": 0,
+    "tlt_train.policy_network": 4,
+    "tlt_train.sft": 6,
+    "tlt_train.sft_cli": 9,
 }
 TORCH_FREE_BELOW = 2  # layers 0 and 1: the control plane has no tensors
 
@@ -156,6 +169,8 @@ PRINTS = (
     "bench",
     "bench.*",
     "tlt_train.cli",
+    "tlt_train.sft_cli",
+    "tlt_train.train_cli",
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without its docstring

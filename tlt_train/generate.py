@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,13 @@ from engine.engine import Engine
 from engine.feature_tap import FeatureTap, TapReader
 from engine.models.eagle_checkpoint import open_drafter
 from engine.models.eagle_layout import default_taps
-from engine.prompts import TokenPrompt
-from engine.request_group import RequestGroup
 from tlt_train.collector import Collector
 from tlt_train.prompts import ChatPrompt, prompts_of
+from tlt_train.rollouts import Asked, RolloutFigures, Rollouts
 from tlt_train.shards import ShardWriter
 
 _TAP_BYTES = 256 << 20  # read after every step, so that a step's rows are all that must fit
 _SEED_STRIDE = 1_000_003
-_NO_MORE = object()
-
-Asked = tuple[list[int], SamplingParams] | None
-"""Prompt and parameters of the samples of a prompt; None is a prompt that is too long to be answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,17 +87,6 @@ class DataOptions:
             )
 
 
-@dataclass(slots=True)
-class RolloutFigures:
-    """What a run was. Lengths are of answers, in tokens, in the order in which they ended."""
-
-    lengths: list[int] = field(default_factory=list)
-    num_unfinished: int = 0
-    num_too_long: int = 0
-    seconds: float = 0.0
-    num_generated: int = 0
-
-
 def generate_data(
     target: str,
     out: str | Path,
@@ -129,13 +113,7 @@ def generate_data(
     Raises:
         ValueError: an option is bad, or the prompts have nothing for training; nothing is left behind.
     """
-    prompts = prompts_of(
-        tasks=options.tasks,
-        file=options.prompts,
-        held_out=False,
-        seed=options.seed if options.tasks else 0,
-        split_seed=options.split_seed,
-    )
+    prompts = training_prompts(options)
     llm = LLM(target, enable_prefix_caching=False, max_num_seqs=options.batch, **engine_options)
     model = llm.config.model
     if drafter is not None:
@@ -145,9 +123,7 @@ def generate_data(
             )
         tap_layers = open_drafter(drafter, model).config.tap_layers
     layers = tuple(default_taps(model.num_layers) if tap_layers is None else tap_layers)
-    tokenizer = llm.engine.tokenizer
-    if tokenizer is None:
-        raise ValueError(f"prompts are text, but the model {target!r} has no tokenizer")
+    requests = requests_for(llm, target, prompts, options)
     sampling = {
         "temperatures": list(options.temperatures),
         "max_tokens": options.max_tokens,
@@ -155,9 +131,6 @@ def generate_data(
         "seed": options.seed,
         "split_seed": options.split_seed,
     }
-    requests = requests_of(
-        prompts, options, lambda prompt: prompt.token_ids(tokenizer), llm.config.max_model_len
-    )
     with ShardWriter(
         out,
         tap_layers=layers,
@@ -211,6 +184,37 @@ class _Written:
         self._writer.add(sequence)
         self.num_tokens += sequence.num_tokens
         self.num_sequences += 1
+
+
+def training_prompts(options: DataOptions) -> Iterator[ChatPrompt]:
+    """The prompts that are not held out.
+
+    Raises:
+        ValueError: there are none, or a task or file is bad.
+    """
+    return prompts_of(
+        tasks=options.tasks,
+        file=options.prompts,
+        held_out=False,
+        seed=options.seed if options.tasks else 0,
+        split_seed=options.split_seed,
+    )
+
+
+def requests_for(
+    llm: LLM, target: str, prompts: Iterator[ChatPrompt], options: DataOptions
+) -> Iterator[Asked]:
+    """``requests_of`` with the tokenizer and the longest sequence of ``llm``, which is ``target``'s.
+
+    Raises:
+        ValueError: it has no tokenizer.
+    """
+    tokenizer = llm.engine.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"prompts are text, but the model {target!r} has no tokenizer")
+    return requests_of(
+        prompts, options, lambda prompt: prompt.token_ids(tokenizer), llm.config.max_model_len
+    )
 
 
 def requests_of(
@@ -269,67 +273,22 @@ def run_rollout(
         written: ``num_tokens`` that have been kept; those of running requests count when they end.
         collect: called after every step.
     """
-    figures, live = RolloutFigures(), dict[str, RequestGroup]()
-    start, generated = time.perf_counter(), engine.counters.num_generated_tokens
+    rollouts = Rollouts(engine, requests, batch=options.batch, collect=collect)
+    start = time.perf_counter()
     unit, total = "tokens", options.num_tokens
     if total is None and options.seconds is not None:
         unit, total = "s", round(options.seconds)
     with tqdm(total=total, disable=not show_progress, unit=unit, dynamic_ncols=True) as bar:
-        numbers = itertools.count()
-        while True:
-            _fill(engine, requests, options, live, figures, numbers)
-            if not engine.has_unfinished:
-                break
-            for group in engine.step():
-                if group.finished:
-                    figures.lengths += [s.request.num_output_tokens for s in group.samples]
-                    del live[group.request_id]
-            collect()
-            figures.seconds = time.perf_counter() - start
-            kept = written.num_tokens + sum(_held(group) for group in live.values())
-            _show(bar, unit == "s", kept, figures.seconds)
+        while rollouts.step():
+            seconds = rollouts.figures.seconds = time.perf_counter() - start
+            kept = written.num_tokens + rollouts.num_held
+            _show(bar, unit == "s", kept, seconds)
             if options.num_tokens is not None and kept >= options.num_tokens:
                 break
-            if options.seconds is not None and figures.seconds >= options.seconds:
+            if options.seconds is not None and seconds >= options.seconds:
                 break
-    for group in live.values():
-        figures.num_unfinished += sum(s.finished_time is None for s in group.samples)
-        figures.lengths += [s.request.num_output_tokens for s in group.samples]
-        engine.abort(group)
-    collect()
-    figures.num_generated = engine.counters.num_generated_tokens - generated
-    return figures
-
-
-def _fill(
-    engine: Engine,
-    requests: Iterator[Asked],
-    options: DataOptions,
-    live: dict[str, RequestGroup],
-    figures: RolloutFigures,
-    numbers: Iterator[int],
-) -> None:
-    """Add requests while there is room for their samples."""
-    scheduler = engine.scheduler
-    while scheduler.num_running + scheduler.num_waiting < options.batch:
-        asked: Any = next(requests, _NO_MORE)
-        if asked is _NO_MORE:
-            return
-        if asked is None:
-            figures.num_too_long += 1
-            continue
-        token_ids, params = asked
-        name = f"data-{next(numbers)}"
-        live[name] = engine.add(name, TokenPrompt(None, token_ids), params)
-
-
-def _held(group: RequestGroup) -> int:
-    """Positions of unfinished samples that the tap has handed out: all but the newest token's."""
-    return sum(
-        len(s.request.token_ids) - 1
-        for s in group.samples
-        if s.finished_time is None and s.request.num_output_tokens
-    )
+    rollouts.close()
+    return rollouts.figures
 
 
 def _show(bar: Any, by_seconds: bool, kept: int, seconds: float) -> None:

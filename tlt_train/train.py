@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ from tlt_train.metrics_log import MetricsLog
 from tlt_train.new_head import new_head, read_target
 from tlt_train.sequence import TrainingSequence
 from tlt_train.shards import ShardReader
-from tlt_train.trainer import Trainer
+from tlt_train.trainer import BatchSource, Trainer
 from tlt_train.training_run import RunOptions, RunOutcome, TrainingRun
 
-_START = "start"  # the head that training began with, which a resumed run begins with too
-_DATA = "data"
+START = "start"  # the head that training began with, which a resumed run begins with too
+DATA = "data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +110,16 @@ def train_drafter(
     """
     start = time.perf_counter()
     out = Path(out)
-    _check_out(out, options.run.resume)
-    with _group() as group, _stop_on_signal() as stop:
+    check_out(out, options.run.resume)
+    with _group() as group, stop_on_signal() as stop:
         is_first = group is None or dist.get_rank(group) == 0
         sources = list(options.data)
         if options.generate is not None:
-            sources = [str(out / _DATA)]
-            if is_first and not (out / _DATA).exists():
+            sources = [str(out / DATA)]
+            if is_first and not (out / DATA).exists():
                 generate_data(
                     target,
-                    out / _DATA,
+                    out / DATA,
                     options.generate,
                     drafter=options.drafter,
                     show_progress=options.run.show_progress,
@@ -127,23 +127,26 @@ def train_drafter(
                 )
             _wait(group)
         sequences, tap_layers = _read(sources, target)
-        training, held_out = split_held_out(sequences, options.held_out_share)
         opened = open_checkpoint(target)
-        if is_first and not (out / _START).exists():
-            _begin(opened, out / _START, options, training, tap_layers)
+        if is_first and not (out / START).exists():
+            training = split_held_out(sequences, options.held_out_share)[0]
+            begin_head(opened, out / START, options, training, tap_layers)
         _wait(group)
-        trainer, covered = _trainer(
-            opened, out / _START, options, training, tap_layers, group, stop
-        )
+        head = open_drafter(out / START, opened.config).config
+        _check_taps(head, tap_layers)
+        sequences = _with_features_of(head, sequences)
+        training, held_out = split_held_out(sequences, options.held_out_share)
+        config = options.config
+        source = FixedData(training, seed=config.seed, max_window=config.tokens_per_step)
+        longest = max(s.start + s.num_tokens for s in sequences)
+        trainer = open_trainer(opened, out / START, options, source, longest, stop, group=group)
         deadline = None if options.minutes is None else start + options.minutes * 60
-        outcome = _run(trainer, out, options, held_out, deadline, is_first)
+        with open_run(trainer, out, options, is_first=is_first, held_out=held_out) as run:
+            outcome = run.run(deadline_s=deadline)
         if is_first and not outcome.was_stopped:
-            tensors = {
-                name: t.to(DTYPES[options.out_dtype]) if t.is_floating_point() else t
-                for name, t in trainer.network.tensors().items()
-            }
-            save_drafter(out, trainer.network.config, tensors, target=opened.config)
-    return _figures(outcome, training, covered, time.perf_counter() - start) | {"out": str(out)}
+            write_head(trainer, out, options, opened)
+    seconds = time.perf_counter() - start
+    return figures_of(outcome, training, trainer, seconds) | {"out": str(out)}
 
 
 def _read(
@@ -176,14 +179,27 @@ def _read(
     return sequences, first.tap_layers
 
 
-def _begin(
+def _with_features_of(
+    head: EagleConfig, sequences: list[TrainingSequence]
+) -> list[TrainingSequence]:
+    """The features that a head reads: EAGLE-1 the final hidden state alone, whatever was tapped beside it."""
+    if head.kind != "eagle":
+        return sequences
+    return [replace(s, features=s.features[:, -head.target_hidden_size :]) for s in sequences]
+
+
+def begin_head(
     opened: Checkpoint,
     directory: Path,
     options: TrainOptions,
     sequences: Sequence[TrainingSequence],
     tap_layers: tuple[int, ...],
 ) -> None:
-    """Write the head that training begins with."""
+    """Write the head that training begins with: ``options.drafter``, or a new one for ``sequences``.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or the sizes do not.
+    """
     if options.drafter is not None:
         found = open_drafter(options.drafter, opened.config)
         config, tensors = found.config, found.tensors
@@ -200,21 +216,26 @@ def _begin(
     save_drafter(directory, config, tensors, target=opened.config)
 
 
-def _trainer(
+def open_trainer(
     opened: Checkpoint,
     start: Path,
     options: TrainOptions,
-    sequences: list[TrainingSequence],
-    tap_layers: tuple[int, ...],
-    group: Any,
+    source: BatchSource,
+    longest: int,
     stop: threading.Event,
-) -> tuple[Trainer, float]:
-    """The trainer, and the share of response tokens that its head can propose."""
+    *,
+    group: Any = None,
+) -> Trainer:
+    """The trainer of the head in ``start``.
+
+    Args:
+        source: of windows with the features that the head reads.
+        longest: sequence of the source, in positions.
+        stop: makes ``step`` raise ``Preempted``.
+    """
     head = open_drafter(start, opened.config)
-    _check_taps(head.config, tap_layers)
     config = replace(options.config, total_steps=options.steps or options.config.total_steps)
     embedding, target_head = read_target(opened.weights, opened.config, DTYPES[config.dtype])
-    longest = max(s.start + s.num_tokens for s in sequences) + config.unroll_depth
     network = DrafterNetwork(
         head.config,
         head.tensors,
@@ -222,12 +243,20 @@ def _trainer(
         target_head,
         dtype=config.dtype,
         window=config.window,
-        max_positions=longest,
+        max_positions=longest + config.unroll_depth,
         train_head=config.train_head,
     )
-    source = FixedData(sequences, seed=config.seed, max_window=config.tokens_per_step)
-    trainer = Trainer(network, config, source, target_head, group=group, should_stop=stop.is_set)
-    return trainer, _coverage(sequences, network.target_ids, opened.config.vocab_size)
+    return Trainer(network, config, source, target_head, group=group, should_stop=stop.is_set)
+
+
+def write_head(trainer: Trainer, out: Path, options: TrainOptions, opened: Checkpoint) -> None:
+    """Make ``out`` a drafter."""
+    network = trainer.network
+    tensors = {
+        name: t.to(DTYPES[options.out_dtype]) if t.is_floating_point() else t
+        for name, t in network.tensors().items()
+    }
+    save_drafter(out, network.config, tensors, target=opened.config)
 
 
 def _check_taps(config: EagleConfig, tap_layers: tuple[int, ...]) -> None:
@@ -238,7 +267,7 @@ def _check_taps(config: EagleConfig, tap_layers: tuple[int, ...]) -> None:
         )
 
 
-def _coverage(sequences: Sequence[TrainingSequence], ids: Tensor, vocab_size: int) -> float:
+def _coverage(sequences: Iterable[TrainingSequence], ids: Tensor, vocab_size: int) -> float:
     known = torch.zeros(vocab_size, dtype=torch.bool)
     known[ids] = True
     hits = total = 0
@@ -249,39 +278,44 @@ def _coverage(sequences: Sequence[TrainingSequence], ids: Tensor, vocab_size: in
     return hits / max(total, 1)
 
 
-def _run(
+@contextlib.contextmanager
+def open_run(
     trainer: Trainer,
     out: Path,
     options: TrainOptions,
-    held_out: Sequence[TrainingSequence],
-    deadline: float | None,
-    is_first: bool,
-) -> RunOutcome:
+    *,
+    is_first: bool = True,
+    held_out: Sequence[TrainingSequence] = (),
+) -> Iterator[TrainingRun]:
+    """The run of a trainer, gone on with if it is to be resumed, with checkpoints and log below ``out``."""
     with contextlib.ExitStack() as stack:
         store = log = None
         if is_first or options.run.resume:
             store = stack.enter_context(CheckpointStore(out / "checkpoints", keep=options.keep))
-        probe = TrainingRun(trainer, options.run, store=store)
-        resumed = options.run.resume and probe.resume()
+        if options.run.resume:
+            TrainingRun(trainer, options.run, store=store).resume()
         if is_first:
             assert store is not None
             store.reserve(trainer.state()[0])
-            log = stack.enter_context(
-                MetricsLog(out / "log", resume_step=trainer.num_steps if resumed else None)
-            )
-        run = TrainingRun(
+            # without a checkpoint it begins again, and so does its log
+            resume_step = trainer.num_steps if options.run.resume else None
+            log = stack.enter_context(MetricsLog(out / "log", resume_step=resume_step))
+        yield TrainingRun(
             trainer,
             options.run,
             store=store if is_first else None,
             log=log,
             held_out=held_out if is_first else (),
         )
-        return run.run(deadline_s=deadline)
 
 
-def _figures(
-    outcome: RunOutcome, sequences: Sequence[TrainingSequence], covered: float, seconds: float
+def figures_of(
+    outcome: RunOutcome, sequences: Sequence[TrainingSequence], trainer: Trainer, seconds: float
 ) -> dict[str, Any]:
+    """What a run was, as plain values; ``sequences`` are what it was trained on."""
+    network = trainer.network
+    vocab_size = network.config.vocab_size
+    covered = _coverage(sequences, network.target_ids, vocab_size)
     figures: dict[str, Any] = {
         "num_steps": outcome.num_steps,
         "was_stopped": outcome.was_stopped,
@@ -300,7 +334,7 @@ def _figures(
     return figures
 
 
-def _check_out(out: Path, resume: bool) -> None:
+def check_out(out: Path, resume: bool) -> None:
     if (out / "config.json").exists():
         raise ValueError(f"--out {out} holds a finished head; give another directory")
     if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -329,7 +363,7 @@ def _wait(group: Any) -> None:
 
 
 @contextlib.contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
+def stop_on_signal() -> Iterator[threading.Event]:
     """An event that Ctrl-C or SIGTERM sets; a second one acts as it always does."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,8 @@ class TrainingRun:
         self._log = log
         self._held_out = list(held_out)
         self._step_s: list[float] = []
+        self._between_s = 0.0  # time that went elsewhere, between steps
+        self._deadline_s: float | None = None
         self.validation: Measured | None = None
 
     def run(
@@ -105,9 +107,10 @@ class TrainingRun:
 
         Args:
             deadline_s: of ``time.perf_counter``; None ends by steps alone.
-            after_step: called after each step.
+            after_step: called after each step; what it takes counts as time that steps will not have.
         """
         trainer = self.trainer
+        self._deadline_s = deadline_s
         start, num_tokens, flops, was_stopped = time.perf_counter(), 0, 0.0, False
         length = trainer.total_steps
         with tqdm(
@@ -125,8 +128,10 @@ class TrainingRun:
                 num_tokens += report.num_tokens
                 flops += self._flops(report)
                 self._step_s.append(report.seconds)
-                self._after(report, deadline_s, bar)
+                self._after(report, bar)
+                after = time.perf_counter()
                 after_step(report)
+                self._between_s += time.perf_counter() - after
         seconds = time.perf_counter() - start
         if self._held_out and not was_stopped:
             self._validate()
@@ -146,13 +151,27 @@ class TrainingRun:
         logger.info("resumed from step %d", self.trainer.num_steps)
         return True
 
-    def _after(self, report: StepReport, deadline_s: float | None, bar: Any) -> None:
+    def plan(self) -> None:
+        """With a deadline, the number of steps that the time left allows: the learning rate comes down by then."""
+        if self._deadline_s is None or not self._step_s:
+            return
+        step_s = statistics.median(self._step_s[-_SPEED_STEPS:])
+        step_s += self._between_s / len(self._step_s)
+        left = max(int((self._deadline_s - time.perf_counter()) * _SLACK / step_s), 1)
+        self.trainer.total_steps = self._first(self.trainer.num_steps + left)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Write down what is no step's own, at the number of steps so far."""
+        if self._log is not None:
+            self._log.log(self.trainer.num_steps, values)
+
+    def _after(self, report: StepReport, bar: Any) -> None:
         options, trainer = self._options, self.trainer
         done = trainer.num_steps
         at_checkpoint = bool(options.checkpoint_every) and done % options.checkpoint_every == 0
-        if deadline_s is not None and (at_checkpoint or done == trainer.config.warmup_steps):
-            self._plan(deadline_s)
-            bar.total = trainer.total_steps
+        if at_checkpoint or done == trainer.config.warmup_steps:
+            self.plan()
+        bar.total = trainer.total_steps
         if at_checkpoint and self._store is not None:
             self._save()
         if options.validate_every and done % options.validate_every == 0 and self._held_out:
@@ -161,12 +180,6 @@ class TrainingRun:
             self._log.log(done, self._values(report))
         bar.set_postfix_str(_line(report), refresh=False)
         bar.update(done - bar.n)
-
-    def _plan(self, deadline_s: float) -> None:
-        """The number of steps that the time left allows."""
-        step_s = statistics.median(self._step_s[-_SPEED_STEPS:])
-        left = max(int((deadline_s - time.perf_counter()) * _SLACK / step_s), 1)
-        self.trainer.total_steps = self._first(self.trainer.num_steps + left)
 
     def _save(self) -> None:
         assert self._store is not None
