@@ -143,9 +143,9 @@ class Trainer:
         self._gathered = gathered
         while gathered.num_done < len(gathered.batches):
             self._add_up(gathered)
+        self._gathered = None  # from here on it is done or failed as a whole
         self._reduce(gathered)
         grad_norm, was_skipped = self._update(gathered)
-        self._gathered = None
         report = StepReport(
             self.num_steps,
             gathered.measured,
@@ -175,6 +175,7 @@ class Trainer:
 
     def _begin(self) -> _Gathered:
         self._check_stop()
+        self._check_stop_together()
         config, network = self.config, self.network
         rank, world = 0, 1
         if self.group is not None:
@@ -266,6 +267,15 @@ class Trainer:
         if self.group is None and self._should_stop():
             raise Preempted
 
+    def _check_stop_together(self) -> None:
+        """One trainer of a group that is to stop stops all of them, between the same two steps."""
+        if self.group is None:
+            return
+        wanted = torch.tensor([int(self._should_stop())])
+        dist.all_reduce(wanted, group=self.group)
+        if bool(wanted):
+            raise Preempted
+
     def _point(self, x: Tensor) -> Tensor:
         return _Point.apply(x, self._check_stop)  # type: ignore[no-any-return]
 
@@ -305,6 +315,7 @@ class Trainer:
                 f"the checkpoint is of another head: it has {len(found)} tensors that train, this one {len(shapes)}, "
                 f"or their shapes differ"
             )
+        self._optimizer.state.clear()
         with torch.no_grad():
             for name, parameter in zip(self._names, self._parameters, strict=True):
                 parameter.copy_(tensors[f"parameter/{name}"])
@@ -316,6 +327,7 @@ class Trainer:
                     }
         self.num_steps = int(values["num_steps"])
         self.num_skipped_steps = int(values["num_skipped_steps"])
+        self._skipped_in_a_row = 0
         self.total_steps = int(values["total_steps"])
         self._gathered = None
 
