@@ -1,8 +1,9 @@
-"""The ``tlt`` command: demo, generate, bench, check, replay, explain, drafter.
+"""The ``tlt`` command: demo, generate, bench, check, replay, explain, drafter, sft.
 
 Owns the words of the command line. What each command does lives in its own module, imported when it is called, so
-that ``tlt --help`` is quick. ``tlt drafter`` belongs to tlt_train, which engine never imports: as an entry point that
-serves both packages, this module looks its words up by name. Invariant: bad input ends in one line on stderr and exit status 2, never a traceback.
+that ``tlt --help`` is quick. ``tlt drafter`` and ``tlt sft`` belong to tlt_train, which engine never imports: as an
+entry point that serves both packages, this module looks their words up by name. Invariant: bad input ends in one line
+on stderr and exit status 2, never a traceback.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def _parser() -> OptionParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     importlib.import_module("tlt_train.cli").add_commands(commands)
+    importlib.import_module("tlt_train.sft_cli").add_commands(commands)
     demo = commands.add_parser(
         "demo", help="8 prompts x 4 samples with a long tail, timed and drawn"
     )
