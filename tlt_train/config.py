@@ -105,9 +105,14 @@ class TrainConfig:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not math.isfinite(value) or not low <= value <= high:
                 raise self._error(name, f"a number from {low:g} to {high:g}")
-        object.__setattr__(self, "betas", tuple(self.betas))
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+        for name in ("learn_prompts", "train_head"):
+            if not isinstance(getattr(self, name), bool):
+                raise self._error(name, "True or False")
+        betas = self.betas if isinstance(self.betas, (tuple, list)) else ()
+        are_numbers = all(isinstance(beta, (int, float)) for beta in betas)
+        if len(betas) != 2 or not are_numbers or not all(0.0 <= beta < 1.0 for beta in betas):
             raise self._error("betas", "two numbers in [0, 1)")
+        object.__setattr__(self, "betas", tuple(betas))
         if self.window and self.window <= self.unroll_depth:
             raise self._error("window", f"0 or more than unroll_depth ({self.unroll_depth})")
         if self.loss_weight == 0.0 and self.regression_weight == 0.0:
