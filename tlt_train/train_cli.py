@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -98,9 +99,10 @@ def _train(options: argparse.Namespace) -> int:
         figures = _train_live(options, wanted)
     else:
         figures = train_drafter(options.target, options.out, wanted, **engine_options(options))
-    _print_training(figures)
-    if options.json:
-        print(json.dumps(figures))
+    if os.environ.get("RANK", "0") == "0":  # of several trainers the first one speaks
+        _print_training(figures)
+        if options.json:
+            print(json.dumps(figures))
     return 1 if figures["was_stopped"] else 0
 
 
