@@ -317,13 +317,14 @@ def test_prompts_that_end_do_not_end_the_run(target: str, tmp_path: Path) -> Non
 def test_bad_options_are_refused(
     target: str, wanted: DataOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for given, message in (
+    bad: list[tuple[dict[str, Any], str]] = [
         ({"round_tokens": 0}, "--round-tokens must be above 0"),
         ({"round_steps": 0}, "--round-steps must be above 0"),
         ({"rollout_share": 1.0}, "--rollout-share must be between 0 and 1"),
         ({"buffer_bytes": -1}, "--buffer-bytes must be above 0"),
         ({"tuner": "beg"}, "--tuner must be cost or fixed"),
-    ):
+    ]
+    for given, message in bad:
         with pytest.raises(ValueError, match=message):
             LiveOptions(**given)
     recorded = TrainOptions(data=("x",), steps=1)
