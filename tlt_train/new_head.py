@@ -153,6 +153,7 @@ def _tap_sizes(config: EagleConfig, sequences: Sequence[TrainingSequence]) -> Te
             break
     bits = np.ascontiguousarray(np.concatenate(parts)).view(np.int16)
     features = torch.from_numpy(bits).view(torch.bfloat16).float()
+    features = features[features.isfinite().all(dim=1)]  # one NaN must not spoil the head
     return features.square().mean(dim=0).sqrt()
 
 

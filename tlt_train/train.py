@@ -294,6 +294,8 @@ def open_run(
             store = stack.enter_context(CheckpointStore(out / "checkpoints", keep=options.keep))
         if options.run.resume:
             TrainingRun(trainer, options.run, store=store).resume()
+            if options.steps is not None:  # which need not be those of the run that was stopped
+                trainer.total_steps = options.steps
         if is_first:
             assert store is not None
             store.reserve(trainer.state()[0])

@@ -4,8 +4,9 @@ Owns the loop and what is written down of it. Knows nothing of where data and he
 checkpoint holds and the data's order by step number decide everything that follows, so a run of a given number of
 steps that was killed and resumed has the same losses, bit by bit, as one that was not.
 
-A run ends by steps or by time. By time, the number of steps is estimated from the steps so far when the warm-up ends
-and at each checkpoint after it, since the learning rate must come down by the end; the estimate is in the checkpoint.
+A run ends by steps or by time. By time, the number of steps is estimated from the steps so far, since the learning rate
+must come down by the end: after the warm-up whenever the steps of this process have doubled (so a run that goes on
+soon plans anew), and at each checkpoint, which the estimate is in.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class TrainingRun:
         start, num_tokens, flops, was_stopped = time.perf_counter(), 0, 0.0, False
         length = trainer.total_steps
         with tqdm(
-            total=length, initial=trainer.num_steps, disable=not self._options.show_progress,
+            total=length, initial=trainer.num_steps, disable=None if self._options.show_progress else True,
             unit="step", dynamic_ncols=True,
         ) as bar:  # fmt: skip
             while trainer.num_steps < trainer.total_steps:
@@ -169,7 +170,8 @@ class TrainingRun:
         options, trainer = self._options, self.trainer
         done = trainer.num_steps
         at_checkpoint = bool(options.checkpoint_every) and done % options.checkpoint_every == 0
-        if at_checkpoint or done == trainer.config.warmup_steps:
+        is_warm, num_here = done >= trainer.config.warmup_steps, len(self._step_s)
+        if at_checkpoint or (is_warm and num_here & (num_here - 1) == 0):
             self.plan()
         bar.total = trainer.total_steps
         if at_checkpoint and self._store is not None:
