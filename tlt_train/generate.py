@@ -278,7 +278,9 @@ def run_rollout(
     unit, total = "tokens", options.num_tokens
     if total is None and options.seconds is not None:
         unit, total = "s", round(options.seconds)
-    with tqdm(total=total, disable=not show_progress, unit=unit, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=total, disable=None if show_progress else True, unit=unit, dynamic_ncols=True
+    ) as bar:
         while rollouts.step():
             seconds = rollouts.figures.seconds = time.perf_counter() - start
             kept = written.num_tokens + rollouts.num_held
