@@ -22,6 +22,7 @@ BENCHES = {
     "prefill": "seconds from a new prompt to its first token",
     "rollout": "the long tail: 32 sequences at once, one of them 24 times as long as most",
     "coupling": "acceptance of proposals drawn with the sampler's noise against most likely ones",
+    "training": "the drafter's trainer: share of the FLOP ceiling, packing against padding, time to stop",
 }
 
 
