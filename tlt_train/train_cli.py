@@ -56,7 +56,9 @@ def add_train(actions: Any) -> None:
     train.add_argument("--learn-prompts", action="store_true", help="also guess prompts")
     train.add_argument("--freeze-head", action="store_true", help="lm_head stays the target's")
     _add_live(train)
-    train.add_argument("--held-out-share", type=float, default=0.03, help="for validation")
+    train.add_argument(
+        "--held-out-share", type=float, default=0.03, help="of recorded data, for validation"
+    )
     train.add_argument("--checkpoint-every", type=int, default=100, help="steps; 0 never")
     train.add_argument("--validate-every", type=int, default=100, help="steps; 0 only at the end")
     train.add_argument("--keep", type=int, default=3, help="checkpoints to leave")

@@ -25,6 +25,7 @@ from tlt_train.live_options import LiveOptions
 from tlt_train.live_report import RoundReport
 from tlt_train.live_rollout import LiveRollouts
 from tlt_train.metrics_log import read_rows
+from tlt_train.rollouts import Rollouts
 from tlt_train.shards import ShardReader
 from tlt_train.train import TrainOptions
 from tlt_train.training_run import RunOptions
@@ -200,6 +201,26 @@ def test_a_stop_before_there_is_a_head(target: str, wanted: DataOptions, tmp_pat
     figures, rounds = run(target, out, replace(options, run=replace(QUIET, resume=True)))
     assert figures["num_steps"] == 2
     assert rounds == []  # what was rolled out before is enough
+
+
+def test_a_stop_in_the_middle_of_a_round(
+    target: str, wanted: DataOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = Rollouts.step, itertools.count(1)
+
+    def counted(self: Rollouts) -> bool:
+        if next(calls) == 140:  # of the second round
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self)
+
+    monkeypatch.setattr(Rollouts, "step", counted)
+    live = replace(LIVE, round_tokens=900)
+    figures, rounds = run(target, tmp_path / "head", options_of(wanted, 48), live)
+    assert figures["was_stopped"]
+    assert next(calls) == 141  # not one more
+    assert figures["num_steps"] == 12
+    assert rounds[0].rolled.num_positions >= 900 > rounds[1].rolled.num_positions > 0
+    assert not all(s.is_finished for s in ShardReader(tmp_path / "head" / "data"))
 
 
 def test_a_dead_head_is_heard(
