@@ -292,13 +292,19 @@ def test_shares_of_time_decide_where_no_number_of_steps_is_given(
     target: str, wanted: DataOptions, tmp_path: Path
 ) -> None:
     live = replace(LIVE, round_tokens=300, round_steps=None, rollout_share=0.5)
-    options = replace(options_of(wanted, 10), steps=None, minutes=3 / 60)
-    figures, rounds = run(target, tmp_path / "head", options, live)
-    assert not figures["was_stopped"]
-    assert len(rounds) > 2
-    for before, after in zip(rounds, rounds[1:], strict=False):
+    options = replace(options_of(wanted, 10), steps=None, minutes=30)
+
+    seen: list[RoundReport] = []
+
+    def stop(report: RoundReport) -> None:
+        seen.append(report)
+        if report.number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run(target, tmp_path / "head", options, live, on_round=stop)
+    assert len(seen) == 4
+    for before, after in zip(seen, seen[1:], strict=False):
         assert after.train_s >= before.rolled.seconds
-    assert (tmp_path / "head" / "config.json").exists()
 
 
 def test_an_eagle_head_and_a_head_to_go_on_from(
