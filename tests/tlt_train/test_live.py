@@ -33,6 +33,7 @@ from tlt_train.training_run import RunOptions
 LIVE = LiveOptions(round_tokens=1200, round_steps=12, tuner="fixed")
 CONFIG = TrainConfig.of(
     "eagle3",
+    loss="kl",
     learning_rate=3e-3,
     warmup_steps=5,
     tokens_per_step=256,
