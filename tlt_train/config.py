@@ -21,7 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "eagle1": {"unroll_depth": 1, "regression_weight": 1.0, "loss_weight": 0.1, "loss": "kl"},
     "hass": {"unroll_depth": 3, "regression_weight": 1.0, "loss_weight": 0.1, "loss": "kl"},
     "eagle3": {
-        "unroll_depth": 5,
+        "unroll_depth": 3,
         "regression_weight": 0.0,
         "loss_weight": 1.0,
         "loss": "lk_hybrid",
@@ -55,7 +55,7 @@ class TrainConfig:
     """
 
     loss: str = "kl"
-    unroll_depth: int = 5
+    unroll_depth: int = 3
     step_decay: float = 0.8
     loss_weight: float = 1.0
     regression_weight: float = 0.0

@@ -45,6 +45,7 @@ from tlt_train.objective import Measured
 from tlt_train.train import (
     DATA,
     START,
+    STEPS_END_S,
     TrainOptions,
     begin_head,
     check_out,
@@ -93,7 +94,7 @@ def train_live(
     wanted = replace(options.generate, num_tokens=None, seconds=math.inf)
     out = Path(out)
     check_out(out, options.run.resume)
-    deadline = None if options.minutes is None else begin + options.minutes * 60
+    deadline = None if options.minutes is None else begin + options.minutes * STEPS_END_S
     state = read_state(out)
     prompts = training_prompts(wanted)
     opened = open_checkpoint(target)

@@ -38,6 +38,7 @@ from tlt_train.training_run import RunOptions, RunOutcome, TrainingRun
 
 START = "start"  # the head that training began with, which a resumed run begins with too
 DATA = "data"
+STEPS_END_S = 59.5  # of a minute: what is left is for validating and writing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,7 @@ def train_drafter(
         source = FixedData(training, seed=config.seed, max_window=config.tokens_per_step)
         longest = max(s.start + s.num_tokens for s in sequences)
         trainer = open_trainer(opened, out / START, options, source, longest, stop, group=group)
-        deadline = None if options.minutes is None else start + options.minutes * 60
+        deadline = None if options.minutes is None else start + options.minutes * STEPS_END_S
         with open_run(trainer, out, options, is_first=is_first, held_out=held_out) as run:
             outcome = run.run(deadline_s=deadline)
         if is_first and not outcome.was_stopped:

@@ -29,7 +29,7 @@ def add_train(actions: Any) -> None:
     add_target(train)
     add_prompts(train)
     train.add_argument("--data", nargs="+", default=(), help="directories of tlt drafter data")
-    train.add_argument("--temperature", type=numbers, default=(1.0, 0.0), help="of the rollouts")
+    train.add_argument("--temperature", type=numbers, default=(1.0,), help="of the rollouts")
     train.add_argument("--max-tokens", type=int, default=256, help="longest answer of these")
     train.add_argument("--batch", type=int, default=48, help="samples that run at once")
     train.add_argument(
