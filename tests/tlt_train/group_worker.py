@@ -7,6 +7,7 @@ same order.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from tests.tlt_train.heads import make_config, make_data, make_sequence, make_trainer, weights_of
 from tlt_train.trainer import Preempted, Trainer
+from tlt_train.training_run import RunOptions, TrainingRun
 
 NUM_STEPS = 5
 STOP_AFTER = 2
@@ -55,7 +57,23 @@ def stopped(group: Any) -> dict[str, Any]:
     return {"num_steps": trainer.num_steps, "num_stops": num_stops}
 
 
-JOBS = {"losses": losses, "few_windows": few_windows, "not_finite": not_finite, "stopped": stopped}
+def by_time(group: Any) -> dict[str, Any]:
+    """The first trainer's time ends, the others' does not; the number of steps is the first one's estimate."""
+    is_first = group is None or dist.get_rank(group) == 0
+    trainer = make_trainer(group=group)
+    options = RunOptions(checkpoint_every=0, validate_every=0, show_progress=False)
+    deadline_s = time.perf_counter() + (0.3 if is_first else 1000.0)
+    outcome = TrainingRun(trainer, options).run(deadline_s=deadline_s)
+    return {"num_steps": outcome.num_steps, "weights": weights_of(trainer)}
+
+
+JOBS = {
+    "losses": losses,
+    "few_windows": few_windows,
+    "not_finite": not_finite,
+    "stopped": stopped,
+    "by_time": by_time,
+}
 
 
 def _run(trainer: Trainer, num_steps: int) -> dict[str, Any]:

@@ -64,3 +64,9 @@ def test_what_is_not_finite_in_one_is_skipped_by_all(found: list[dict[str, Any]]
 def test_they_stop_together_between_two_steps(found: list[dict[str, Any]]) -> None:
     expected = {"num_steps": group_worker.STOP_AFTER, "num_stops": 1}
     assert [results["stopped"] for results in found] == [expected] * 3
+
+
+def test_the_first_ones_time_ends_them_all(found: list[dict[str, Any]]) -> None:
+    one, other = (results["by_time"] for results in found[:WORLD])
+    assert one["num_steps"] == other["num_steps"] > 0
+    assert same_bits(one["weights"], other["weights"])
