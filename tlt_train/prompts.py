@@ -108,14 +108,15 @@ def read_prompts(path: str | os.PathLike[str]) -> list[ChatPrompt]:
     """The prompts of a text file, one a line, or of a JSONL file.
 
     A JSON line is an object with ``messages``, ``prompt`` or ``question``, or a string; other keys are not read. Answers
-    at the end of ``messages`` are left out: they are what the model is to write. Blank lines are skipped.
+    at the end of ``messages`` are left out: they are what the model is to write. Blank lines are skipped, and so is a byte
+    order mark.
 
     Raises:
         ValueError: the file cannot be read or has no prompt; a line is malformed, with its number.
     """
     path = Path(path).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {str(path)!r} cannot be read: {error}") from error
     is_json = path.suffix in (".jsonl", ".json", ".ndjson")
@@ -164,6 +165,13 @@ def _turns(record: Any) -> tuple[tuple[str, str], ...]:
 def _text(value: Any, key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key} must be text, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{key} has half of a surrogate pair, {value[error.start]!r} at character {error.start}, which no tokenizer "
+            f"reads; write the whole pair or leave it out"
+        ) from error
     return value
 
 

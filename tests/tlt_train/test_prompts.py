@@ -84,6 +84,7 @@ def test_json_lines_of_every_form(tmp_path: Path) -> None:
         ("3", "expected an object or a string, got int"),
         ('{"text": "x"}', r"got the keys \['text'\]"),
         ('{"prompt": ""}', "prompt must be text, got ''"),
+        (r'{"prompt": "a \ud83d b"}', r"half of a surrogate pair, '\\ud83d' at character 2"),
         ('{"question": 5}', "question must be text, got 5"),
         ('{"messages": {}}', "messages must be a list"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "got 'tool'"),
@@ -98,6 +99,13 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> N
     with pytest.raises(ValueError, match=message) as caught:
         read_prompts(path)
     assert "line 2" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path, name: str) -> None:
+    line = "What?" if name == "p.txt" else '{"prompt": "What?"}'
+    (tmp_path / name).write_text(line, encoding="utf-8-sig")
+    assert [p.turns for p in read_prompts(tmp_path / name)] == [(("user", "What?"),)]
 
 
 def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
