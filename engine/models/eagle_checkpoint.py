@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from engine.models.eagle_layout import (
 )
 from engine.models.loader import INDEX, SINGLE, read_json
 
+CONFIG = "config.json"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _ATTN = "midlayer.self_attn."
 
@@ -221,8 +223,11 @@ def save_drafter(
 ) -> None:
     """Write a raw EAGLE or EAGLE-3 directory: ``config.json`` and ``model.safetensors``.
 
+    A kill leaves no half of a head: a new directory gets its name when it is whole, and one that is there has a
+    ``config.json`` only while the tensors beside it are whole and that config's.
+
     Args:
-        directory: made if it is not there.
+        directory: made if it is not there; what else it holds stays.
         config: the head.
         tensors: by any accepted name, in the dtype that is to be written; ``t2d`` is made from ``d2t``.
         target: its architecture is named for a raw EAGLE head; None names Llama's.
@@ -241,11 +246,27 @@ def save_drafter(
     out = {
         n.replace("midlayer.", prefix): t.detach().clone().contiguous() for n, t in named.items()
     }
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(out, path / SINGLE, metadata={"format": "pt"})
     dtype = str(named["fc.weight"].dtype).removeprefix("torch.")
     raw = write_config(config, target) | {"torch_dtype": dtype}
-    (path / "config.json").write_text(json.dumps(raw, indent=1))
+    text = json.dumps(raw, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = (path if path.exists() else path.parent) / f".{path.name}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)  # of a writer that was killed
+    try:
+        staging.mkdir()
+        save_file(out, staging / SINGLE, metadata={"format": "pt"})
+        (staging / CONFIG).write_text(text)
+        for name in (SINGLE, CONFIG):
+            with open(staging / name, "rb") as file:
+                os.fsync(file.fileno())
+        if not path.exists():
+            staging.rename(path)
+            return
+        (path / CONFIG).unlink(missing_ok=True)
+        for name in (SINGLE, CONFIG):  # the config last: it makes a head of the directory
+            os.replace(staging / name, path / name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_config(config: EagleConfig, target: ModelConfig | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.cli import main
 from engine.config import ModelConfig
+from engine.models import eagle_checkpoint as module
 from engine.models.eagle_checkpoint import open_drafter, save_drafter, write_config
 from engine.models.eagle_init import drafter_config, random_drafter
 from engine.models.eagle_layout import default_taps
@@ -265,3 +266,58 @@ def test_init_refuses_what_cannot_be(
     assert main([*base, "--kind", "eagle", "--draft-vocab-size", "50"]) == 2
     assert "draft_vocab_size must be 320 for kind eagle, got 50" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("at", ["save_file", "write_config", "fsync", "replace"])
+def test_a_head_that_was_not_written_to_its_end_is_no_head(
+    tmp_path: Path, at: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it ends, the directory has no config without whole tensors, and the next try writes it."""
+    target = target_config()
+    config, tensors = tiny_head(target, "eagle3")
+    path = tmp_path / "head"
+    if is_there:
+        (path / "log").mkdir(parents=True)
+    plain = module.os.replace
+    count = 0
+
+    def die(*given: object, **_: object) -> None:
+        nonlocal count
+        count += 1
+        if at == "save_file":
+            Path(str(given[1])).write_bytes(b"half")
+        if at == "replace" and count == 1:
+            plain(*given)  # type: ignore[arg-type]
+            return
+        raise KeyboardInterrupt
+
+    owner = module.os if at in ("fsync", "replace") else module
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, at, die)
+        if at == "replace" and not is_there:
+            patch.setattr(Path, "rename", lambda self, other: die_now())
+        with pytest.raises(KeyboardInterrupt):
+            save_drafter(path, config, tensors)
+    assert path.exists() == is_there
+    assert not (path / "config.json").exists()
+    save_drafter(path, config, tensors)
+    assert same(
+        {n: t for n, t in open_drafter(path, target).tensors.items() if n != "t2d"}, tensors
+    )
+    assert {p.name for p in path.iterdir()} <= {"log", "config.json", "model.safetensors"}
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+
+
+def die_now() -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_a_killed_writer_left_is_no_hindrance(tmp_path: Path) -> None:
+    config, tensors = tiny_head(target_config(), "eagle3")
+    for place in (tmp_path / ".head.tmp", tmp_path / "other" / ".other.tmp"):
+        place.mkdir(parents=True)
+        (place / "model.safetensors").write_bytes(b"half")
+    for name in ("head", "other"):
+        save_drafter(tmp_path / name, config, tensors)
+        assert {p.name for p in (tmp_path / name).iterdir()} == {"config.json", "model.safetensors"}
