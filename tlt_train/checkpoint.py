@@ -104,6 +104,17 @@ class CheckpointStore:
     ) -> None:
         self.close()
 
+    def own(self) -> None:
+        """Takes the directory for this store until ``close``, as the first save does.
+
+        Raises:
+            ValueError: another process saves here.
+        """
+        try:
+            self._own()
+        except OSError as error:
+            raise ValueError(f"{error}, or wait until it has ended") from error
+
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Makes the staging memory for such tensors now, so that the first save is not the one that waits for it."""
         self._slots[0].make_room(tensors, layout_of(tensors))
@@ -112,8 +123,8 @@ class CheckpointStore:
         """Copies everything and returns; the write goes on in the background, in the order of the calls.
 
         Waits only while both staging buffers are still being written; ``stall_s`` has what this call took. A write
-        that fails is logged and counted (``num_failed``), and raised by the next ``wait`` or ``close``; saving goes
-        on meanwhile. The same step again replaces the former. Checkpoints of later steps, which a run that resumed
+        that fails is logged and counted (``num_failed``), and raised by the next ``wait`` or ``close`` unless a later
+        one has succeeded by then; saving goes on meanwhile. The same step again replaces the former. Checkpoints of later steps, which a run that resumed
         from an older one has abandoned, are set aside under another name, so that no later resume takes them up.
 
         Args:
@@ -146,7 +157,7 @@ class CheckpointStore:
         self.stall_s = time.perf_counter() - begin_s
 
     def wait(self) -> None:
-        """Returns when every save so far is on disk. Raises OSError once if one of them failed."""
+        """Returns when every save so far has ended. Raises OSError, once, if the newest of them failed."""
         for slot in self._slots:
             if slot.write is not None:
                 slot.write.exception()
@@ -193,6 +204,7 @@ class CheckpointStore:
             write_checkpoint(temporary, step, parts, state_text)
             self._publish(temporary, step)
             self.num_saved += 1
+            self._error = None  # what failed before is no loss any more
             self.write_s = time.perf_counter() - begin_s
         except Exception as error:
             self.num_failed += 1

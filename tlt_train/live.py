@@ -50,6 +50,7 @@ from tlt_train.train import (
     begin_head,
     check_out,
     figures_of,
+    has_start,
     open_run,
     open_trainer,
     stop_on_signal,
@@ -98,6 +99,7 @@ def train_live(
     state = read_state(out)
     prompts = training_prompts(wanted)
     opened = open_checkpoint(target)
+    has_start(out, opened)  # one that is not whole goes
     buffer = DataBuffer(
         live.buffer_bytes,
         spill_dir=live.spill_dir,

@@ -8,22 +8,20 @@ there; before that it holds what a run needs to go on (``checkpoints``, ``log``,
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
+import logging
+import math
+import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from engine.models.eagle_checkpoint import open_drafter, save_drafter
-from engine.models.eagle_layout import EagleConfig
-from engine.models.loader import Checkpoint, open_checkpoint
+from engine.models.loader import Checkpoint, open_checkpoint, read_json
 from tlt_train.checkpoint import CheckpointStore
 from tlt_train.config import TrainConfig
 from tlt_train.drafter import DTYPES, DrafterNetwork
@@ -32,9 +30,19 @@ from tlt_train.generate import DataOptions, generate_data
 from tlt_train.metrics_log import MetricsLog
 from tlt_train.new_head import new_head, read_target
 from tlt_train.sequence import TrainingSequence
-from tlt_train.shards import ShardReader
+from tlt_train.train_data import (
+    check_responses,
+    check_taps,
+    coverage,
+    data_identity,
+    read_sequences,
+    with_features_of,
+)
+from tlt_train.train_process import stop_on_signal, trainer_group, wait_for
 from tlt_train.trainer import BatchSource, Trainer
 from tlt_train.training_run import RunOptions, RunOutcome, TrainingRun
+
+logger = logging.getLogger(__name__)
 
 START = "start"  # the head that training began with, which a resumed run begins with too
 DATA = "data"
@@ -83,6 +91,8 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value!r}")
+        if self.minutes is not None and not math.isfinite(self.minutes):
+            raise ValueError(f"--minutes must be finite, got {self.minutes!r}; or give --steps")
         if not 0.0 <= self.held_out_share < 1.0:
             raise ValueError(
                 f"--held-out-share must be from 0 to below 1, got {self.held_out_share!r}"
@@ -112,7 +122,7 @@ def train_drafter(
     start = time.perf_counter()
     out = Path(out)
     check_out(out, options.run.resume)
-    with _group() as group, stop_on_signal() as stop:
+    with trainer_group() as group, stop_on_signal() as stop:
         is_first = group is None or dist.get_rank(group) == 0
         sources = list(options.data)
         if options.generate is not None:
@@ -126,67 +136,32 @@ def train_drafter(
                     show_progress=options.run.show_progress,
                     **engine_options,
                 )
-            _wait(group)
-        sequences, tap_layers = _read(sources, target)
+            wait_for(group)
+        sequences, tap_layers = read_sequences(sources, target)
         opened = open_checkpoint(target)
-        if is_first and not (out / START).exists():
+        identity = data_identity(sequences)
+        if is_first and not has_start(out, opened):
             training = split_held_out(sequences, options.held_out_share)[0]
             begin_head(opened, out / START, options, training, tap_layers)
-        _wait(group)
+        wait_for(group)
         head = open_drafter(out / START, opened.config).config
-        _check_taps(head, tap_layers)
-        sequences = _with_features_of(head, sequences)
+        check_taps(head, tap_layers)
+        sequences = with_features_of(head, sequences)
         training, held_out = split_held_out(sequences, options.held_out_share)
         config = options.config
+        check_responses(training, learn_prompts=config.learn_prompts)
         source = FixedData(training, seed=config.seed, max_window=config.tokens_per_step)
         longest = max(s.start + s.num_tokens for s in sequences)
         trainer = open_trainer(opened, out / START, options, source, longest, stop, group=group)
         deadline = None if options.minutes is None else start + options.minutes * STEPS_END_S
-        with open_run(trainer, out, options, is_first=is_first, held_out=held_out) as run:
+        with open_run(
+            trainer, out, options, is_first=is_first, held_out=held_out, data=identity
+        ) as run:
             outcome = run.run(deadline_s=deadline)
         if is_first and not outcome.was_stopped:
             write_head(trainer, out, options, opened)
     seconds = time.perf_counter() - start
     return figures_of(outcome, training, trainer, seconds) | {"out": str(out)}
-
-
-def _read(
-    directories: Sequence[str], target: str
-) -> tuple[list[TrainingSequence], tuple[int, ...]]:
-    """The sequences of all directories, which must be of one kind."""
-    sequences: list[TrainingSequence] = []
-    first = None
-    for directory in directories:
-        reader = ShardReader(directory)
-        first = first or reader.meta
-        if (reader.meta.tap_layers, reader.meta.hidden_size) != (
-            first.tap_layers,
-            first.hidden_size,
-        ):
-            raise ValueError(
-                f"--data {directory} taps layers {list(reader.meta.tap_layers)} of hidden size "
-                f"{reader.meta.hidden_size}, {directories[0]} layers {list(first.tap_layers)} of "
-                f"{first.hidden_size}; train on data of one kind"
-            )
-        if reader.meta.target != target:
-            raise ValueError(
-                f"--data {directory} is of the target {reader.meta.target!r}, not of {target!r}; give that --target, "
-                f"or generate data with this one"
-            )
-        sequences += [s for s in reader if s.num_tokens > 2]
-    assert first is not None
-    if not sequences:
-        raise ValueError("the data have no sequence of more than two positions; generate more")
-    return sequences, first.tap_layers
-
-
-def _with_features_of(
-    head: EagleConfig, sequences: list[TrainingSequence]
-) -> list[TrainingSequence]:
-    """The features that a head reads: EAGLE-1 the final hidden state alone, whatever was tapped beside it."""
-    if head.kind != "eagle":
-        return sequences
-    return [replace(s, features=s.features[:, -head.target_hidden_size :]) for s in sequences]
 
 
 def begin_head(
@@ -251,7 +226,12 @@ def open_trainer(
 
 
 def write_head(trainer: Trainer, out: Path, options: TrainOptions, opened: Checkpoint) -> None:
-    """Make ``out`` a drafter."""
+    """Make ``out`` a drafter.
+
+    Raises:
+        ValueError: the run has not learnt anything that is worth a head.
+    """
+    _check_learnt(trainer)
     network = trainer.network
     tensors = {
         name: t.to(DTYPES[options.out_dtype]) if t.is_floating_point() else t
@@ -260,23 +240,42 @@ def write_head(trainer: Trainer, out: Path, options: TrainOptions, opened: Check
     save_drafter(out, network.config, tensors, target=opened.config)
 
 
-def _check_taps(config: EagleConfig, tap_layers: tuple[int, ...]) -> None:
-    if config.kind == "eagle3" and config.tap_layers != tap_layers:
+def _check_learnt(trainer: Trainer) -> None:
+    num_steps, num_skipped = trainer.num_steps, trainer.num_skipped_steps
+    if not num_steps:
+        raise ValueError("no head is written: there was no time for a step; give more --minutes")
+    if 2 * num_skipped > num_steps:
         raise ValueError(
-            f"the head reads layers {list(config.tap_layers)}, the data have {list(tap_layers)}; generate data with "
-            f"--drafter"
+            f"no head is written: {num_skipped} of {num_steps} steps had a loss or gradient that is not finite and "
+            f"changed nothing; lower --learning-rate or look at the data, and give another --out"
         )
+    for name, tensor in trainer.network.tensors().items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(
+                f"no head is written: {name} is not finite any more; lower --learning-rate"
+            )
 
 
-def _coverage(sequences: Iterable[TrainingSequence], ids: Tensor, vocab_size: int) -> float:
-    known = torch.zeros(vocab_size, dtype=torch.bool)
-    known[ids] = True
-    hits = total = 0
-    for sequence in sequences:
-        cut = max(sequence.prompt_len - sequence.start, 0)
-        found = known[torch.from_numpy(sequence.token_ids[cut:].astype("int64"))]
-        hits, total = hits + int(found.sum()), total + found.shape[0]
-    return hits / max(total, 1)
+def has_start(out: Path, opened: Checkpoint) -> bool:
+    """Whether the head that training begins with is there. One that is not whole goes, so that it is made anew.
+
+    Raises:
+        ValueError: it is damaged, and there are checkpoints, which are worth nothing without it.
+    """
+    start = out / START
+    if not start.exists():
+        return False
+    try:
+        open_drafter(start, opened.config)
+        return True
+    except ValueError as error:
+        if any((out / "checkpoints").glob("step-*")):
+            raise ValueError(
+                f"{error}; the checkpoints beside it go on from that head: give another --out"
+            ) from error
+        logger.warning("%s is not whole and is made anew: %s", start, error)
+        shutil.rmtree(start)
+        return False
 
 
 @contextlib.contextmanager
@@ -287,14 +286,32 @@ def open_run(
     *,
     is_first: bool = True,
     held_out: Sequence[TrainingSequence] = (),
+    data: Mapping[str, Any] | None = None,
 ) -> Iterator[TrainingRun]:
-    """The run of a trainer, gone on with if it is to be resumed, with checkpoints and log below ``out``."""
+    """The run of a trainer, gone on with if it is to be resumed, with checkpoints and log below ``out``.
+
+    Args:
+        is_first: of several trainers, the one that writes.
+        held_out: for validation.
+        data: by which recorded data are known again; None for what changes.
+
+    Raises:
+        ValueError: another run writes here, or what is to be resumed was another run.
+    """
+    made_of = {
+        "kind": options.kind,
+        "draft_vocab_size": options.draft_vocab_size,
+        "held_out_share": options.held_out_share,
+    }
+    identity = {"options": made_of, "data": None if data is None else dict(data)}
     with contextlib.ExitStack() as stack:
         store = log = None
         if is_first or options.run.resume:
             store = stack.enter_context(CheckpointStore(out / "checkpoints", keep=options.keep))
+            if is_first:
+                store.own()  # before the log is touched, which may be that of a run that goes on
         if options.run.resume:
-            TrainingRun(trainer, options.run, store=store).resume()
+            TrainingRun(trainer, options.run, store=store, identity=identity).resume()
             if options.steps is not None:  # which need not be those of the run that was stopped
                 trainer.total_steps = options.steps
         if is_first:
@@ -309,6 +326,7 @@ def open_run(
             store=store if is_first else None,
             log=log,
             held_out=held_out if is_first else (),
+            identity=identity,
         )
 
 
@@ -318,7 +336,7 @@ def figures_of(
     """What a run was, as plain values; ``sequences`` are what it was trained on."""
     network = trainer.network
     vocab_size = network.config.vocab_size
-    covered = _coverage(sequences, network.target_ids, vocab_size)
+    covered = coverage(sequences, network.target_ids, vocab_size)
     figures: dict[str, Any] = {
         "num_steps": outcome.num_steps,
         "was_stopped": outcome.was_stopped,
@@ -338,7 +356,7 @@ def figures_of(
 
 
 def check_out(out: Path, resume: bool) -> None:
-    if (out / "config.json").exists():
+    if _is_finished(out):
         raise ValueError(f"--out {out} holds a finished head; give another directory")
     if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(
@@ -347,41 +365,9 @@ def check_out(out: Path, resume: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-@contextlib.contextmanager
-def _group() -> Iterator[Any]:
-    """The trainers that torchrun started, or None for one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-        yield None
-        return
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+def _is_finished(out: Path) -> bool:
+    """A config that is empty or cut off is what a kill left of a head, not a head."""
     try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
-
-
-def _wait(group: Any) -> None:
-    if group is not None:
-        dist.barrier(group)
-
-
-@contextlib.contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or SIGTERM sets; a second one acts as it always does."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    former = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(number: int, frame: Any) -> None:
-        stop.set()
-        signal.signal(number, former[signal.Signals(number)])
-
-    for number in former:
-        signal.signal(number, handle)
-    try:
-        yield stop
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        return (out / "config.json").exists() and bool(read_json(out / "config.json"))
+    except ValueError:
+        return False

@@ -97,15 +97,27 @@ def _train(options: argparse.Namespace) -> int:
     from tlt_train.train import train_drafter
 
     wanted = _train_options(options)
-    if options.live:
-        figures = _train_live(options, wanted)
-    else:
-        figures = train_drafter(options.target, options.out, wanted, **engine_options(options))
+    try:
+        if options.live:
+            figures = _train_live(options, wanted)
+        else:
+            figures = train_drafter(options.target, options.out, wanted, **engine_options(options))
+    except FloatingPointError as error:  # the run's fault, not the program's: one line, no head
+        raise ValueError(f"no head is written: {error}") from error
     if os.environ.get("RANK", "0") == "0":  # of several trainers the first one speaks
         _print_training(figures)
         if options.json:
-            print(json.dumps(figures))
+            print(json.dumps(_plain(figures), allow_nan=False))
     return 1 if figures["was_stopped"] else 0
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinities: null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _train_live(options: argparse.Namespace, wanted: TrainOptions) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from tlt_train.checkpoint import CheckpointStore
+from tlt_train.config import TrainConfig
 from tlt_train.metrics_log import MetricsLog
 from tlt_train.objective import Measured, useful_flops
 from tlt_train.packing import pack, split
@@ -43,6 +44,9 @@ class RunOptions:
         checkpoint_every, validate_every, log_every: steps; 0 never.
         resume: go on from the newest whole checkpoint, if there is one.
         show_progress: a bar.
+
+    Raises:
+        ValueError: names the option, what came, and the fix.
     """
 
     checkpoint_every: int = 200
@@ -50,6 +54,14 @@ class RunOptions:
     log_every: int = 1
     resume: bool = False
     show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "validate_every", "log_every"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be a number of steps, or 0 for never; got {value!r}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,8 @@ class TrainingRun:
         store: of checkpoints; None writes none.
         log: of metrics; None writes none. Of several trainers only the first has a store and a log.
         held_out: sequences for validation; none does not validate.
+        identity: mappings of plain values, by name, that a checkpoint must have in common with this run to be gone
+            on from.
     """
 
     def __init__(
@@ -87,12 +101,14 @@ class TrainingRun:
         store: CheckpointStore | None = None,
         log: MetricsLog | None = None,
         held_out: Sequence[TrainingSequence] = (),
+        identity: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
         self.trainer = trainer
         self._options = options
         self._store = store
         self._log = log
         self._held_out = list(held_out)
+        self._identity = dict(identity or {})
         self._step_s: list[float] = []
         self._between_s = 0.0  # time that went elsewhere, between steps
         self._deadline_s: float | None = None
@@ -138,16 +154,26 @@ class TrainingRun:
             self._validate()
         if self._store is not None:
             self._save()
-            self._store.wait()
+            try:
+                self._store.wait()
+            except (
+                OSError
+            ) as error:  # what has been learnt is there: a full disk must not take the head
+                logger.warning("%s; the run cannot be gone on with from here", error)
         return RunOutcome(
             trainer.num_steps, num_tokens, seconds, flops, was_stopped, self.validation
         )
 
     def resume(self) -> bool:
-        """Load the newest whole checkpoint, if there is one."""
+        """Load the newest whole checkpoint, if there is one.
+
+        Raises:
+            ValueError: it is of another head, or of a run with other settings or data.
+        """
         found = None if self._store is None else self._store.latest()
         if found is None:
             return False
+        self._check_same(found.state)
         self.trainer.load_state(found.tensors, found.state)
         logger.info("resumed from step %d", self.trainer.num_steps)
         return True
@@ -174,19 +200,38 @@ class TrainingRun:
         if at_checkpoint or (is_warm and num_here & (num_here - 1) == 0):
             self.plan()
         bar.total = trainer.total_steps
-        if at_checkpoint and self._store is not None:
-            self._save()
         if options.validate_every and done % options.validate_every == 0 and self._held_out:
             self._validate()
         if self._log is not None and options.log_every and done % options.log_every == 0:
             self._log.log(done, self._values(report))
+        if at_checkpoint and self._store is not None:
+            self._save()  # behind the lines: what is resumed from has all that came before it
         bar.set_postfix_str(_line(report), refresh=False)
         bar.update(done - bar.n)
 
     def _save(self) -> None:
         assert self._store is not None
         tensors, state = self.trainer.state()
-        self._store.save(self.trainer.num_steps, tensors, state)
+        self._store.save(self.trainer.num_steps, tensors, state | {"identity": self._identity})
+
+    def _check_same(self, state: Mapping[str, Any]) -> None:
+        """The same settings and data as the run that the checkpoint is of, but for its number of steps."""
+        former = TrainConfig.from_dict(state["config"]).as_dict()
+        pairs = [("", former, self.trainer.config.as_dict())]
+        stored = state.get("identity", {})  # older checkpoints have none
+        pairs += [(f"{name} ", stored.get(name), now) for name, now in self._identity.items()]
+        found = [
+            f"{label}{name} was {before[name]!r} and is {now[name]!r}"
+            for label, before, now in pairs
+            if before is not None and now is not None
+            for name in before.keys() & now.keys()
+            if name != "total_steps" and before[name] != now[name]
+        ]
+        if found:
+            raise ValueError(
+                f"what is to be resumed was another run: {', '.join(sorted(found))}; give the options and data that "
+                f"it began with, or another --out"
+            )
 
     def _validate(self) -> None:
         """On the held-out sequences, cut to steps as training is."""
