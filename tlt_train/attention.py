@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 
 TILE = 256  # query rows
+# Masks that are kept, and bytes of the largest of them: 128 MiB in all. A tile of the default window fits; those of long
+# documents without a window are made again, which is little beside the attention over as many keys.
+NUM_KEPT, KEPT_MASK = 512, 1 << 18
 
 
 class ActiveRun(NamedTuple):
@@ -73,9 +76,14 @@ class AttentionLayout:
         return found
 
 
-@lru_cache(maxsize=512)
 def _hidden(num_rows: int, num_keys: int, offset: int, reach: int) -> Tensor:
     """[t, s]: key j is hidden from row i unless ``i + offset - reach < j <= i + offset``."""
+    make = _kept if num_rows * num_keys <= KEPT_MASK else _kept.__wrapped__
+    return make(num_rows, num_keys, offset, reach)
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def _kept(num_rows: int, num_keys: int, offset: int, reach: int) -> Tensor:
     behind = torch.arange(num_rows).unsqueeze(1) + offset - torch.arange(num_keys)
     return (behind < 0) | (behind >= reach)
 

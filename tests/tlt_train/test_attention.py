@@ -93,3 +93,18 @@ def test_what_no_row_reads_may_be_anything() -> None:
     for row in (4, 5, 6, 7, 24, 26, 35, 27 + 3):
         k[row], v[row] = float("nan"), float("nan")
     assert torch.equal(packed_attention(q, k, v, [], layout, SCALE), expected)
+
+
+def test_masks_of_long_documents_are_not_kept() -> None:
+    """One of 300 000 rows without a window would be 1200 masks of up to 77 MB each."""
+    attention._kept.cache_clear()
+    long = AttentionLayout((ActiveRun(0, 0, 1024), ActiveRun(1025, 4000, 5000)), 0)
+    tiles = long.tiles(0)
+    assert [tuple(tile.mask.shape) for tile in tiles[:4]] == [(256, 256 * n) for n in (1, 2, 3, 4)]
+    assert all(tile.mask.numel() > attention.KEPT_MASK for tile in tiles[4:])
+    assert attention._kept.cache_info().currsize == 4
+    row = tiles[-1].mask[-1]  # of the last active row, 4999 of a document from 1025 on: it sees all
+    assert not row.any()
+    assert tiles[-1].mask[0].sum() == tiles[-1].mask.shape[0] - 1
+    AttentionLayout((ActiveRun(0, 2048, 2304),), 512).tiles(0)  # the default window's widest
+    assert attention._kept.cache_info().currsize == 5
