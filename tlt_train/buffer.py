@@ -248,8 +248,9 @@ class DataBuffer:
     ) -> list[TrainingWindow]:
         """Windows of at most ``num_tokens`` tokens over all ranks; a function of contents, step, seed and key.
 
-        Neither the order of arrival nor what is on disk has a part in it. Fewer tokens come if there are not as many; none
-        if nothing is fresh enough.
+        Neither the order of arrival nor what is on disk has a part in it. Fewer tokens come if there are not as many, or
+        if files are lost; where a draw has lost all that it chose, it is made again from what is left. None come if
+        nothing is fresh enough.
 
         Raises:
             ValueError: num_tokens is not positive, key is negative, or the rank is none of the world's.
@@ -259,26 +260,34 @@ class DataBuffer:
                 f"num_tokens must be at least 1 and key at least 0, got num_tokens={num_tokens}, key={key}"
             )
         with self._lock:
-            entries, columns = self._contents()
-            choices = choose(
-                columns,
-                self.rule,
-                rl_step=self._rl_step,
-                version=self._version,
-                num_tokens=num_tokens,
-                key=key,
-            )
             windows: list[TrainingWindow] = []
-            for choice in choices:
-                sequence = self._load(entries[choice.index])
-                if sequence is not None:
-                    end = choice.begin + choice.num_tokens
-                    windows.append(TrainingWindow(sequence, choice.begin, end))
+            is_lost = True
+            while is_lost and not windows:  # ends: what is lost is not there the next time
+                windows, is_lost = self._windows(num_tokens, key)
             mine = share_of_rank(windows, rank, world)
             for window in mine:
                 stratum = 1 << (window.sequence.total_len.bit_length() - 1)
                 self._drawn[stratum] += window.num_tokens
         return mine
+
+    def _windows(self, num_tokens: int, key: int) -> tuple[list[TrainingWindow], bool]:
+        """What is chosen of the sequences here, and whether any of it turned out to be lost."""
+        entries, columns = self._contents()
+        choices = choose(
+            columns,
+            self.rule,
+            rl_step=self._rl_step,
+            version=self._version,
+            num_tokens=num_tokens,
+            key=key,
+        )
+        windows: list[TrainingWindow] = []
+        for choice in choices:
+            sequence = self._load(entries[choice.index])
+            if sequence is not None:
+                end = choice.begin + choice.num_tokens
+                windows.append(TrainingWindow(sequence, choice.begin, end))
+        return windows, len(windows) < len(choices)
 
     def sequences(self) -> list[TrainingSequence]:
         """All of them, by key: for a shard, or for ``FixedData``."""
