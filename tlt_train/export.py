@@ -71,7 +71,7 @@ def export_drafter(
     verifier: str | None = None,
     num_speculative_tokens: int = 5,
 ) -> Exported:
-    """Write a drafter for other engines.
+    """Write a drafter for other engines; every tensor is read back and compared before the directory gets its name.
 
     Args:
         drafter: a directory that ``open_drafter`` reads.
@@ -88,6 +88,10 @@ def export_drafter(
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if num_speculative_tokens < 1:
+        raise ValueError(
+            f"--num-speculative-tokens must be at least 1, got {num_speculative_tokens}"
+        )
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     out = Path(directory).expanduser()
@@ -117,6 +121,7 @@ def export_drafter(
             if format == "eagle":
                 _name_for_both(staging / "config.json", model.config.architecture)
         written = open_drafter(staging, model.config)  # what cannot be read back is not exported
+        _check_same(tensors, written.tensors)
         staging.rename(out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -210,6 +215,25 @@ def _converted(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
     if bool(tensor.isfinite().all()) and not bool(found.isfinite().all()):
         raise ValueError(f"--dtype {dtype}: {name} has values beyond its range; use bfloat16")
     return found
+
+
+def _check_same(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    """Compare bits, NaN's too; ``t2d``, which is made from ``d2t``, is not among the wanted."""
+    for name, tensor in wanted.items():
+        if name == T2D:
+            continue
+        other = found.get(name)
+        if other is None:
+            raise ValueError(f"{name} is not in what was written; nothing is exported")
+        is_alike = (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+        if not is_alike or not torch.equal(_bits(tensor), _bits(other)):
+            raise ValueError(
+                f"{name} is not read back as it was written; nothing is exported: is the disk damaged or full?"
+            )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
 
 
 def _name_for_both(path: Path, family: str) -> None:
