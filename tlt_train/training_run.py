@@ -156,9 +156,7 @@ class TrainingRun:
             self._save()
             try:
                 self._store.wait()
-            except (
-                OSError
-            ) as error:  # what has been learnt is there: a full disk must not take the head
+            except OSError as error:  # a full disk must not take the head
                 logger.warning("%s; the run cannot be gone on with from here", error)
         return RunOutcome(
             trainer.num_steps, num_tokens, seconds, flops, was_stopped, self.validation
