@@ -124,6 +124,7 @@ LAYERS: dict[str, int] = {
     "tlt_train.new_head": 4,
     "tlt_train.training_run": 6,
     "tlt_train.rollouts": 6,
+    "tlt_train.data_report": 7,
     "tlt_train.train_data": 4,
     "tlt_train.train_process": 4,
     "tlt_train.train": 8,

@@ -99,6 +99,7 @@ def _add_data(actions: Any) -> None:
 
 def _data(options: argparse.Namespace) -> int:
     from tlt_train.generate import DataOptions, generate_data
+    from tlt_train.train_process import stop_on_signal
 
     wanted = DataOptions(
         tasks=options.tasks,
@@ -113,15 +114,27 @@ def _data(options: argparse.Namespace) -> int:
         seed=options.seed,
         split_seed=options.split_seed,
     )
-    figures = generate_data(
-        options.target,
-        options.out,
-        wanted,
-        drafter=options.drafter,
-        tap_layers=options.tap_layers,
-        max_model_len=options.max_model_len,
-        **engine_options(options),
-    )
+    with stop_on_signal() as stop:
+        figures = generate_data(
+            options.target,
+            options.out,
+            wanted,
+            drafter=options.drafter,
+            tap_layers=options.tap_layers,
+            max_model_len=options.max_model_len,
+            should_stop=stop.is_set,
+            **engine_options(options),
+        )
+    _print_data(figures)
+    if options.json:
+        print(json.dumps(figures))
+    return 1 if figures["was_stopped"] else 0
+
+
+def _print_data(figures: dict[str, Any]) -> None:
+    if not figures["num_sequences"]:
+        print("stopped before there was anything to keep: nothing is written")
+        return
     lengths = figures["len_percentiles"]
     print(
         f"{figures['num_sequences']} sequences of {figures['num_tokens']} tokens, prompts included, in "
@@ -137,10 +150,14 @@ def _data(options: argparse.Namespace) -> int:
         f"pieces too short, "
         f"{figures['num_prompts_too_long']} prompts too long for the context"
     )
-    print(f"written: {figures['out']}")
-    if options.json:
-        print(json.dumps(figures))
-    return 0
+    if figures["num_prompts_refused"]:
+        print(
+            f"{figures['num_prompts_refused']} prompts were refused, the first because {figures['refusal']}"
+        )
+    if figures["was_stopped"]:
+        print(f"stopped; what there was by then is whole and written: {figures['out']}")
+    else:
+        print(f"written: {figures['out']}")
 
 
 # ---- eval

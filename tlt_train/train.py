@@ -38,7 +38,7 @@ from tlt_train.train_data import (
     read_sequences,
     with_features_of,
 )
-from tlt_train.train_process import stop_on_signal, trainer_group, wait_for
+from tlt_train.train_process import stop_on_signal, stopped_together, trainer_group, wait_for
 from tlt_train.trainer import BatchSource, Trainer
 from tlt_train.training_run import RunOptions, RunOutcome, TrainingRun
 
@@ -134,9 +134,12 @@ def train_drafter(
                     options.generate,
                     drafter=options.drafter,
                     show_progress=options.run.show_progress,
+                    should_stop=stop.is_set,
                     **engine_options,
                 )
-            wait_for(group)
+            if stopped_together(stop, group):
+                seconds = time.perf_counter() - start
+                return {"was_stopped": True, "num_steps": 0, "seconds": seconds, "out": str(out)}
         sequences, tap_layers = read_sequences(sources, target)
         opened = open_checkpoint(target)
         identity = data_identity(sequences)

@@ -35,6 +35,14 @@ def wait_for(group: Any) -> None:
         dist.barrier(group)
 
 
+def stopped_together(stop: threading.Event, group: Any) -> bool:
+    """Whether the first of the group is to stop, which all of them wait to hear."""
+    said = [stop.is_set()]
+    if group is not None:
+        dist.broadcast_object_list(said, src=0, group=group)
+    return said[0]
+
+
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[threading.Event]:
     """An event that Ctrl-C or SIGTERM sets; a second one acts as it always does."""
