@@ -25,11 +25,10 @@ from engine.spec.tuner import OffTuner
 from tlt_train.buffer import DataBuffer
 from tlt_train.collector import Collector
 from tlt_train.live_report import RolledOut
-from tlt_train.rollouts import Asked, Rollouts
+from tlt_train.rollouts import Asked, Rollouts, tap_bytes
 
 logger = logging.getLogger(__name__)
 
-_TAP_BYTES = 256 << 20  # read after every step, so that a step's rows are all that must fit
 _LEAST_TOKENS = 3  # of a sequence that a head can learn from
 
 
@@ -67,11 +66,13 @@ class LiveRollouts:
         self._tuner = llm.engine.speculator.tuner
         if not has_head:
             llm.engine.speculator.tuner = OffTuner()
-        self._tap = FeatureTap(tap_layers, capacity_bytes=_TAP_BYTES)
+        config = llm.config
+        width = (len(tap_layers) + 1) * config.model.hidden_size
+        capacity = tap_bytes(config.max_num_batched_tokens, config.max_num_seqs, width)
+        self._tap = FeatureTap(tap_layers, capacity_bytes=capacity)
         self._reader = TapReader(self._tap.name)
-        self._collector = Collector(
-            self._reader, buffer.add, min_tokens=max(min_tokens, _LEAST_TOKENS)
-        )
+        self._min_tokens = max(min_tokens, _LEAST_TOKENS)
+        self._collector = Collector(self._reader, buffer.add, min_tokens=self._min_tokens)
         llm.attach_tap(self._tap)
         self._rollouts = Rollouts(
             llm.engine, requests, batch=batch, collect=self._collector.poll, first=first
@@ -144,6 +145,32 @@ class LiveRollouts:
         speculator.tuner = self._tuner
         self.version = version
         return True
+
+    def why_nothing(self, max_model_len: int) -> str:
+        """What to say where the buffer is empty after rollouts."""
+        stats, figures = self._buffer.stats(), self._rollouts.figures
+        if stats.num_failed_writes or stats.num_lost_files:
+            why = "what was beyond --buffer-bytes could not be kept in --spill-dir; give a place that can be written"
+        elif stats.num_evicted:
+            why = (
+                f"--buffer-bytes {self._buffer.max_bytes} is less than one sequence takes, so that all "
+                f"{stats.num_evicted} were dropped; raise it"
+            )
+        elif self._collector.stats().num_too_short:
+            why = (
+                f"all samples had fewer than {self._min_tokens} tokens (min_tokens), prompts included; raise --max-tokens "
+                f"or --minutes, or give other prompts"
+            )
+        elif figures.num_too_long:
+            why = (
+                f"{figures.num_too_long} prompts are too long for the context of {max_model_len} tokens, which must hold "
+                f"two more; give shorter ones"
+            )
+        elif figures.num_refused:
+            why = f"{figures.num_refused} prompts are refused, the first because {figures.refusal}; give others"
+        else:
+            why = "no prompt was answered; raise --minutes, or give more prompts"
+        return f"the rollouts gave no sequence to learn from: {why}"
 
     def close(self) -> None:
         """Give up what runs, with what it has in the buffer, and take the tap off."""
