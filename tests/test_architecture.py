@@ -126,6 +126,7 @@ LAYERS: dict[str, int] = {
     "tlt_train.rollouts": 6,
     "tlt_train.data_report": 7,
     "tlt_train.train_data": 4,
+    "tlt_train.fingerprint": 4,
     "tlt_train.train_process": 4,
     "tlt_train.train": 8,
     "tlt_train.live": 8,

@@ -15,10 +15,12 @@ measured in its own run.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 from bench.harness import interleave, paired_median, table
 from engine import LLM
@@ -26,6 +28,7 @@ from engine.models.eagle_checkpoint import open_drafter
 from engine.models.loader import Checkpoint, open_checkpoint
 from engine.spec.config import DRAFT_SAMPLING, MAX_DEPTH
 from tlt_train.acceptance import depth_gains
+from tlt_train.fingerprint import check_data
 from tlt_train.prompts import prompts_of
 from tlt_train.shards import ShardReader
 from tlt_train.trial_runs import DecodeStep, RunLog, Trial, TrialRuns
@@ -104,11 +107,11 @@ def evaluate(
         temperature and kind of proposals; ``report`` makes the table of it.
 
     Raises:
-        ValueError: an option is bad, or head, target or prompts are missing.
+        ValueError: an option is bad, head, target or prompts are missing, or data are of another target.
     """
     checkpoint = open_checkpoint(target)
     head = open_drafter(drafter, checkpoint.config).config
-    trials = _trials(checkpoint, options)
+    trials = _trials(checkpoint, target, options)
     longest = max(len(trial.prompt_ids) for trial in trials) + options.max_tokens
     limit = checkpoint.config.max_position_embeddings
     model = checkpoint.config
@@ -146,12 +149,32 @@ def evaluate(
     }
 
 
-def _trials(checkpoint: Checkpoint, options: EvalOptions) -> list[Trial]:
+@contextmanager
+def opened_record(path: str | None) -> Iterator[TextIO | None]:
+    """The file that a record is to be appended to, open before anything is measured; None where none is wanted.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(Path(path).open("a", encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(
+                f"--json {path} cannot be written: {error.strerror or error}; give a file in a directory that is there"
+            ) from error
+        yield file
+
+
+def _trials(checkpoint: Checkpoint, target: str, options: EvalOptions) -> list[Trial]:
     most = checkpoint.config.max_position_embeddings - options.max_tokens
     if options.data is not None:
-        whole = (
-            s for s in ShardReader(options.data) if s.start == 0 and s.num_tokens >= s.prompt_len
-        )
+        reader = ShardReader(options.data)
+        check_data(reader, target)
+        whole = (s for s in reader if s.start == 0 and s.num_tokens >= s.prompt_len)
         prompts = dict.fromkeys(tuple(s.token_ids[: s.prompt_len].tolist()) for s in whole)
     else:
         tokenizer = checkpoint.tokenizer

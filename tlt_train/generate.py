@@ -37,8 +37,10 @@ from engine.engine import Engine
 from engine.feature_tap import FeatureTap, TapReader
 from engine.models.eagle_checkpoint import open_drafter
 from engine.models.eagle_layout import default_taps
+from engine.models.loader import open_checkpoint
 from tlt_train.collector import Collector
 from tlt_train.data_report import report, why_nothing
+from tlt_train.fingerprint import fingerprint
 from tlt_train.prompts import ChatPrompt, prompts_of
 from tlt_train.rollouts import Asked, RolloutFigures, Rollouts, tap_bytes
 from tlt_train.shards import ShardWriter
@@ -157,6 +159,7 @@ def generate_data(
         tap_layers=layers,
         hidden_size=model.hidden_size,
         target=target,
+        target_fingerprint=fingerprint(open_checkpoint(target)),
         sampling=sampling,
         tasks=options.tasks,
     ) as writer:

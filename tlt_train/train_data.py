@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.models.eagle_layout import EagleConfig
+from tlt_train.fingerprint import check_data
 from tlt_train.sequence import TrainingSequence
 from tlt_train.shards import ShardReader
 
@@ -48,11 +49,7 @@ def read_sequences(
                 f"{reader.meta.hidden_size}, {directories[0]} layers {list(first.tap_layers)} of "
                 f"{first.hidden_size}; train on data of one kind"
             )
-        if reader.meta.target != target:
-            raise ValueError(
-                f"--data {directory} is of the target {reader.meta.target!r}, not of {target!r}; give that --target, "
-                f"or generate data with this one"
-            )
+        check_data(reader, target)
         sequences += [s for s in reader if s.num_tokens > 2]
     assert first is not None
     if not sequences:

@@ -31,7 +31,9 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def data(exact: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     """Four prompts as training data, one of them twice and one cut at its start."""
     out = tmp_path_factory.mktemp("data") / "d"
-    with ShardWriter(out, tap_layers=(0, 0, 1), hidden_size=64, target="x") as writer:
+    with ShardWriter(
+        out, tap_layers=(0, 0, 1), hidden_size=64, target=str(exact["target"])
+    ) as writer:
         for number, (start, cut) in enumerate([(0, 0), (0, 0), (3, 0), (5, 0), (11, 7), (9, 0)]):
             ids = np.array(PROMPT[start : start + 20], np.int32)
             features = np.zeros((len(ids), 4 * 64), np.uint16)
