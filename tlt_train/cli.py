@@ -188,7 +188,7 @@ def _add_eval(actions: Any) -> None:
 
 def _eval(options: argparse.Namespace) -> int:
     from bench.harness import json_line
-    from tlt_train.evaluate import EvalOptions, evaluate, report
+    from tlt_train.evaluate import EvalOptions, evaluate, opened_record, report
 
     wanted = EvalOptions(
         tasks=options.tasks,
@@ -204,10 +204,10 @@ def _eval(options: argparse.Namespace) -> int:
         seed=options.seed,
         split_seed=options.split_seed,
     )
-    record = evaluate(options.target, options.drafter, wanted, **engine_options(options))
-    line = json_line({"eval": "drafter", **record})
-    if options.json is not None:
-        with Path(options.json).open("a", encoding="utf-8") as file:
+    with opened_record(options.json) as file:
+        record = evaluate(options.target, options.drafter, wanted, **engine_options(options))
+        line = json_line({"eval": "drafter", **record})
+        if file is not None:
             file.write(line + "\n")
     print(report(record))
     print(line)
