@@ -36,6 +36,7 @@ from engine.models.eagle_checkpoint import open_drafter, save_drafter
 from engine.models.eagle_init import drafter_config, random_drafter
 from engine.models.loader import Checkpoint, open_checkpoint
 from tlt_train.buffer import DataBuffer
+from tlt_train.fingerprint import fingerprint
 from tlt_train.generate import requests_for, training_prompts
 from tlt_train.live_options import LiveOptions
 from tlt_train.live_report import RoundReport
@@ -100,6 +101,7 @@ def train_live(
     prompts = training_prompts(wanted)
     opened = open_checkpoint(target)
     has_start(out, opened)  # one that is not whole goes
+    mark = fingerprint(opened)
     buffer = DataBuffer(
         live.buffer_bytes,
         spill_dir=live.spill_dir,
@@ -107,7 +109,11 @@ def train_live(
         max_window=options.config.tokens_per_step,
     )
     with stop_on_signal() as stop, buffer:
-        refill(buffer, out / DATA, state)
+        refill(buffer, out / DATA, state, mark)
+        if not (wanted.tasks or any(wanted.temperatures) or buffer.stats().num_sequences):
+            state.num_asked = (
+                0  # a file's prompts come once at temperature 0, and their answers are lost
+            )
         with _engine_with_head(target, opened, out, options, live, engine_options) as llm:
             requests = islice(requests_for(llm, target, prompts, wanted), state.num_asked, None)
             rollouts = LiveRollouts(
@@ -129,7 +135,7 @@ def train_live(
         finally:
             write_state(out, state)
             hidden = opened.config.hidden_size
-            write_data(out / DATA, buffer, rollouts.tap_layers, hidden, target, wanted)
+            write_data(out / DATA, buffer, rollouts.tap_layers, hidden, target, wanted, mark)
     return figures | {"seconds": time.perf_counter() - begin, "out": str(out)}
 
 
@@ -165,9 +171,7 @@ class _Course:
         if stop.is_set() and not (out / START).exists():
             return {"num_steps": 0, "was_stopped": True}
         if not sequences:
-            raise ValueError(
-                "the rollouts gave no sequence to learn from; give more prompts or time, or a lower min_tokens"
-            )
+            raise ValueError(self._rollouts.why_nothing(max_model_len))
         if not (out / START).exists():
             begin_head(opened, out / START, options, sequences, self._rollouts.tap_layers)
         del sequences

@@ -36,18 +36,39 @@ class LiveState:
     num_asked: int = 0
 
 
-def refill(buffer: DataBuffer, directory: Path, state: LiveState) -> None:
-    """Put back what the buffer of a former run held; damaged data are left out with a warning."""
+def refill(
+    buffer: DataBuffer, directory: Path, state: LiveState, target_fingerprint: str = ""
+) -> None:
+    """Put back what the buffer of a former run held; data that are damaged or of other weights stay out, with a warning."""
     buffer.set_step(max(state.round - 1, 0), 0)
+    _finish_swap(directory)
     if not directory.exists():
         return
     try:
-        sequences = ShardReader(directory, verify=True).sequences
+        reader = ShardReader(directory, verify=True)
     except ValueError as error:
         logger.warning("the buffer begins empty: %s", error)
         return
-    for sequence in sequences:
+    if reader.meta.target_fingerprint not in ("", target_fingerprint):
+        logger.warning(
+            "the buffer begins empty: %s has hidden states of other weights than the target has now",
+            directory,
+        )
+        return
+    for sequence in reader:
         buffer.add(sequence)
+
+
+def _aside(directory: Path) -> tuple[Path, Path]:
+    """(what is to become ``directory``, what it was before): a kill may leave either, or both and no ``directory``."""
+    return directory.with_name(".data-new"), directory.with_name(".data-former")
+
+
+def _finish_swap(directory: Path) -> None:
+    """What a kill between the two renames of ``write_data`` left: the new one is whole, since its writer renamed it."""
+    for path in _aside(directory):
+        if not directory.exists() and path.exists():
+            path.rename(directory)
 
 
 def write_data(
@@ -57,12 +78,13 @@ def write_data(
     hidden_size: int,
     target: str,
     wanted: DataOptions,
+    target_fingerprint: str = "",
 ) -> None:
     """The buffer's sequences as a directory like those of ``tlt drafter data``, in place of a former one."""
     sequences = buffer.sequences()
     if not sequences:
         return
-    new, former = directory.with_name(".data-new"), directory.with_name(".data-former")
+    new, former = _aside(directory)
     for path in (new, former):
         shutil.rmtree(path, ignore_errors=True)
     with ShardWriter(
@@ -70,6 +92,7 @@ def write_data(
         tap_layers=tap_layers,
         hidden_size=hidden_size,
         target=target,
+        target_fingerprint=target_fingerprint,
         sampling={"temperatures": list(wanted.temperatures), "max_tokens": wanted.max_tokens},
         tasks=wanted.tasks,
     ) as writer:
