@@ -111,9 +111,8 @@ def train_live(
     with stop_on_signal() as stop, buffer:
         refill(buffer, out / DATA, state, mark)
         if not (wanted.tasks or any(wanted.temperatures) or buffer.stats().num_sequences):
-            state.num_asked = (
-                0  # a file's prompts come once at temperature 0, and their answers are lost
-            )
+            # a file is asked once at temperature 0, and a kill has lost the answers
+            state.num_asked = 0
         with _engine_with_head(target, opened, out, options, live, engine_options) as llm:
             requests = islice(requests_for(llm, target, prompts, wanted), state.num_asked, None)
             rollouts = LiveRollouts(
