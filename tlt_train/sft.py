@@ -225,7 +225,7 @@ def _train(
         assert options.minutes is not None
         return (time.perf_counter() - start) / (options.minutes * 60)
 
-    with tqdm(total=1.0, disable=not show_progress, bar_format="{l_bar}{bar} {postfix}") as bar:
+    with tqdm(total=1.0, disable=not show_progress, bar_format="{l_bar}{bar}{postfix}") as bar:
         while (share := progress()) < 1.0:
             batch = next(batches)
             report = run.step(batch, share)
