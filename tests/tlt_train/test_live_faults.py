@@ -12,9 +12,10 @@ import pytest
 
 from tests.conftest import ModelDirFactory
 from tests.tlt_train.sequences import make
-from tests.tlt_train.test_live import LIVE, QUIET, options_of, run
+from tests.tlt_train.test_live import CONFIG, LIVE, QUIET, options_of, run
 from tlt_train.buffer import DataBuffer
 from tlt_train.generate import DataOptions
+from tlt_train.live_report import RoundReport
 from tlt_train.live_state import LiveState, refill, write_data
 from tlt_train.shards import ShardReader
 
@@ -118,14 +119,19 @@ def test_data_of_other_weights_stay_out(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_spill_directory_that_vanishes_ends_nothing(
     target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = replace(LIVE, round_steps=2, buffer_bytes=60_000, spill_dir=str(tmp_path / "spill"))
+    live = replace(LIVE, round_steps=4, buffer_bytes=20_000, spill_dir=str(tmp_path / "spill"))
+    small = replace(CONFIG, tokens_per_step=32, tokens_per_micro_batch=32)  # a sample or two
     wanted = replace(few(tmp_path), temperatures=(1.0,))
 
-    def vanish(_: object) -> None:
+    def vanish(report: RoundReport) -> None:
+        if report.number != 1:  # before there is a head, all sequences are read
+            return
         for directory in (tmp_path / "spill").iterdir():
             shutil.rmtree(directory)
 
     with caplog.at_level(logging.WARNING):
-        figures, _ = run(target, tmp_path / "head", options_of(wanted, 6), live, on_round=vanish)
-    assert figures["num_steps"] == 6
+        figures, _ = run(
+            target, tmp_path / "head", options_of(wanted, 8, config=small), live, on_round=vanish
+        )
+    assert figures["num_steps"] == 8
     assert "is lost" in caplog.text
