@@ -25,7 +25,6 @@ from tlt_train.config import TrainConfig
 from tlt_train.drafter import DTYPES, DrafterNetwork
 from tlt_train.new_head import new_head, read_target
 from tlt_train.objective import useful_flops
-from tlt_train.packing import padded_tokens
 from tlt_train.sequence import TrainingSequence, TrainingWindow
 from tlt_train.trainer import StepReport, Trainer
 
@@ -37,6 +36,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--median-len", type=int, default=150, help="of documents, tokens")
     parser.add_argument("--longest-len", type=int, default=2048)
     parser.add_argument("--sigma", type=float, default=1.0, help="of the log-normal lengths")
+    parser.add_argument(
+        "--padded-batch",
+        type=int,
+        default=8,
+        help="documents that the padding trainer stretches alike",
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -74,10 +79,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     steps = _steps(documents, options.tokens_per_step)
     packed = trainer(steps)
     padded = trainer(
-        [
-            _padded(step, config.tokens_per_micro_batch, opened.config.vocab_size - 1)
-            for step in steps
-        ]
+        [_padded(step, options.padded_batch, opened.config.vocab_size - 1) for step in steps]
     )
     first = packed.step(), padded.step()
     verified = abs(first[0].loss - first[1].loss) <= 0.02 * abs(first[0].loss)
@@ -90,7 +92,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     found = interleave(
         {"packed": lambda: once(packed), "padded": lambda: once(padded)}, options.rounds
     )
-    return _report(options, config, head, found, packed, probe.ceilings(rates), steps, verified)
+    return _report(options, config, head, found, packed, probe.ceilings(rates), verified)
 
 
 def _report(
@@ -100,7 +102,6 @@ def _report(
     found: dict[str, list[StepReport]],
     packed: _Clocked,
     ceilings: Ceilings,
-    steps: Sequence[Sequence[TrainingWindow]],
     verified: bool,
 ) -> dict[str, Any]:
     rates = [
@@ -109,9 +110,9 @@ def _report(
     ]
     useful = statistics.median(rates)
     speed_up = paired_median(lambda a, b: b.seconds / a.seconds, found["packed"], found["padded"])
-    rows = [sum(w.num_tokens for w in step) for step in steps]
-    padded_rows = [padded_tokens(step, config.tokens_per_micro_batch) for step in steps]
-    ratio = sum(padded_rows) / sum(rows)
+    rows = sum(report.num_tokens for report in found["packed"])
+    padded_rows = sum(report.num_tokens for report in found["padded"])
+    ratio = padded_rows / rows
     print(ceilings.text())
     print(
         f"check: the first loss of both is {'the same' if verified else 'NOT the same'}; "
@@ -129,7 +130,7 @@ def _report(
         )
     )  # fmt: skip
     print(
-        f"\npacking is {speed_up:.2f}x padding (rows: {ratio:.2f}x), micro-batches of {config.tokens_per_micro_batch}, "
+        f"\npacking is {speed_up:.2f}x padding batches of {options.padded_batch} (rows: {ratio:.2f}x), "
         f"documents of {options.median_len} tokens in the middle, up to {options.longest_len}"
     )
     return {
@@ -213,13 +214,11 @@ def _steps(documents: Sequence[TrainingSequence], num_tokens: int) -> list[list[
     return steps
 
 
-def _padded(step: Sequence[TrainingWindow], max_tokens: int, pad_id: int) -> list[TrainingWindow]:
-    """The documents of a step, each stretched to the longest of its micro-batch by rows that nothing is learnt from."""
-    longest = max(window.num_tokens for window in step)
-    num_rows = max(1, max_tokens // longest)
+def _padded(step: Sequence[TrainingWindow], batch: int, pad_id: int) -> list[TrainingWindow]:
+    """The documents of a step, each stretched to the longest of its batch by rows that nothing is learnt from."""
     found: list[TrainingWindow] = []
-    for at in range(0, len(step), num_rows):
-        part = step[at : at + num_rows]
+    for at in range(0, len(step), batch):
+        part = step[at : at + batch]
         length = max(window.num_tokens for window in part)
         found += [_stretched(window, length, pad_id) for window in part]
     return found

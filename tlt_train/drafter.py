@@ -149,7 +149,8 @@ class DrafterNetwork:
         Args:
             batch: documents of at least two positions.
             runs: the active rows, none of them a document's last.
-            point: an identity that every step's residual streams pass, on the way there and on the way back.
+            point: an identity that every step passes before and behind attention and before the head, on the way
+                there and on the way back: between two of these lies a fraction of a step's work.
 
         Raises:
             ValueError: a chain would leave the window before it ends.
@@ -185,6 +186,7 @@ class DrafterNetwork:
             )
             residual = point(residual + weights.linear(_ATTN + "o_proj", attended).float())
             hidden, residual = self._leave(weights, residual)
+            hidden = point(hidden)
             rows = (active + step < ends).nonzero().squeeze(1)
             picked = hidden if rows.shape[0] == hidden.shape[0] else hidden[rows]
             yield UnrollStep(
