@@ -310,7 +310,7 @@ def test_a_chain_longer_than_the_window_is_refused() -> None:
         list(network.unroll(batch, runs_of(batch, (0,)), 5))
 
 
-def test_points_stand_before_and_behind_every_attention() -> None:
+def test_points_stand_around_every_attention_and_before_every_head() -> None:
     network, batch = make_network(), make_batch(make_sequence("a", 9))
     seen: list[tuple[int, ...]] = []
 
@@ -319,5 +319,5 @@ def test_points_stand_before_and_behind_every_attention() -> None:
         return x
 
     list(network.unroll(batch, runs_of(batch, (0,)), 3, point=point))
-    assert seen == [(8, HIDDEN)] * 6
+    assert seen == [(8, HIDDEN)] * 9
     assert batch.taps.shape[1] == TAPS * HIDDEN

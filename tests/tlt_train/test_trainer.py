@@ -141,7 +141,7 @@ def test_stopping_at_any_moment_loses_nothing() -> None:
     calm = make(windows, config, counter)
     calm_losses = [calm.step().loss for _ in range(2)]
     expected = weights_of(calm)
-    per_batch = 1 + 4 * calm.config.unroll_depth  # before it; two points a step, on both ways
+    per_batch = 1 + 6 * calm.config.unroll_depth  # before it; three points a step, on both ways
     num_batches = len(calm._begin().batches)
     assert num_batches > 1
     assert counter.count - 1 == 2 * (1 + num_batches * per_batch)
@@ -166,7 +166,7 @@ def _run(trainer: Trainer, num_steps: int) -> tuple[list[float], int]:
 def test_a_micro_batch_that_is_done_is_not_done_again() -> None:
     windows, stop = whole(*make_data(4)), Stop()
     trainer = make(windows, stop=stop)
-    per_batch = 1 + 4 * trainer.config.unroll_depth
+    per_batch = 1 + 6 * trainer.config.unroll_depth
     stop.at = 1 + per_batch + 3  # in the second micro-batch
     with pytest.raises(Preempted):
         trainer.step()
