@@ -209,11 +209,12 @@ class Trainer:
         if loss is not None:
             found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             pairs = [
-                (mine, new)
-                for mine, new in zip(gathered.gradients, found, strict=True)
+                (own, new)
+                for own, new in zip(gathered.gradients, found, strict=True)
                 if new is not None
             ]
-            torch._foreach_add_([mine for mine, _ in pairs], [new for _, new in pairs])
+            mine = [own for own, _ in pairs]
+            torch._foreach_add_(mine, [new for _, new in pairs])  # pyright: ignore[reportPrivateImportUsage]
             gathered.loss += float(loss.detach())
         gathered.measured = gathered.measured + measured
         gathered.num_done += 1
@@ -235,7 +236,7 @@ class Trainer:
 
     def _update(self, gathered: _Gathered) -> tuple[float, bool]:
         """(norm of the gradient, whether it was not finite and the step left everything as it was)."""
-        norms = torch._foreach_norm(gathered.gradients)
+        norms = torch._foreach_norm(gathered.gradients)  # pyright: ignore[reportPrivateImportUsage]
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         if not (math.isfinite(norm) and math.isfinite(gathered.loss)):
             self.num_skipped_steps += 1
@@ -252,7 +253,8 @@ class Trainer:
         self._skipped_in_a_row = 0
         limit = self.config.max_grad_norm
         if limit and norm > limit:
-            torch._foreach_mul_(gathered.gradients, limit / norm)
+            scale = limit / norm
+            torch._foreach_mul_(gathered.gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate
         for parameter, gradient in zip(self._parameters, gathered.gradients, strict=True):
