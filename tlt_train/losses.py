@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-LOSS_NAMES = ("kl", "reverse_kl", "tv", "lk", "lk_hybrid")
+from tlt_train.config import LOSSES as LOSS_NAMES
+
 # Of each scratch buffer, 2 MiB of fp32: all six stay in a last cache of 16 MiB. Smaller chunks are no faster on an idle
 # machine and slower on a busy one, where each parallel op may wait for a core.
 CHUNK_ELEMENTS = 1 << 19

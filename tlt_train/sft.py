@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from engine.models.loader import Checkpoint, open_checkpoint, read_json
 from engine.tokenizer import Tokenizer
+from tlt_train.drafter import DTYPES
 from tlt_train.metrics_log import MetricsLog
 from tlt_train.policy_network import PolicyNetwork
 from tlt_train.sft_options import SftOptions
@@ -45,7 +46,6 @@ _COPIED = (
     "special_tokens_map.json",
 )
 _PROMPTS_SEED = 1  # of the file, beside the run's seed; the streams of two seeds differ
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _HELD_OUT_TOKENS = 1024  # of one pass of the validation
 
 
@@ -197,7 +197,7 @@ def train_policy(
     documents = SolvedDocuments(checkpoint)
     out.mkdir(parents=True, exist_ok=True)
     with _threads(options.num_threads):
-        network = PolicyNetwork(checkpoint.config, checkpoint.weights, dtype=_DTYPES[options.dtype])
+        network = PolicyNetwork(checkpoint.config, checkpoint.weights, dtype=DTYPES[options.dtype])
         run = SftRun(network, options)
         with MetricsLog(out / "log") as log:
             figures = _train(run, documents, log, show_progress)
