@@ -23,6 +23,25 @@ from tests.conftest import tiny_config, tiny_weights
 
 L = "midlayer."
 A = L + "self_attn."
+# name -> kind, changes of its config: heads of every shape
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("eagle", {}),
+    "eagle-biases": ("eagle", {"fc_bias": True, "qkv_bias": True, "o_bias": True}),
+    "eagle-mha": ("eagle", {"num_kv_heads": 4}),
+    "eagle3": ("eagle3", {}),
+    "eagle3-mqa": ("eagle3", {"num_kv_heads": 1, "head_dim": 24}),
+    "eagle3-biases": (
+        "eagle3",
+        {"fc_bias": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    ),
+    "eagle3-head-norms": ("eagle3", {"qk_norm": True}),
+    "eagle3-norm-before-residual": ("eagle3", {"norm_before_residual": True}),
+    "eagle3-norm-output": ("eagle3", {"norm_output": True}),
+    "eagle3-fc-norm": ("eagle3", {"fc_norm": True}),
+    "eagle3-norm-before-fc": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+    "eagle3-small": ("eagle3", {"hidden_size": 32, "intermediate_size": 40}),
+    "eagle3-target-head": ("eagle3", {"own_head": False}),
+}
 
 
 def tiny_target(kind: str = "llama", seed: int = 0, **overrides: Any) -> Decoder:

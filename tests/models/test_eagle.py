@@ -14,26 +14,7 @@ from engine.models.decoder import Decoder
 from engine.models.eagle import EagleNetwork
 from engine.models.eagle_layout import EagleConfig
 from tests.conftest import tiny_config, tiny_weights
-from tests.models.eagle_oracle import Oracle, one_sequence, tiny_head, tiny_target
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle": ("eagle", {}),
-    "eagle-biases": ("eagle", {"fc_bias": True, "qkv_bias": True, "o_bias": True}),
-    "eagle-mha": ("eagle", {"num_kv_heads": 4}),
-    "eagle3": ("eagle3", {}),
-    "eagle3-mqa": ("eagle3", {"num_kv_heads": 1, "head_dim": 24}),
-    "eagle3-biases": (
-        "eagle3",
-        {"fc_bias": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
-    ),
-    "eagle3-head-norms": ("eagle3", {"qk_norm": True}),
-    "eagle3-norm-before-residual": ("eagle3", {"norm_before_residual": True}),
-    "eagle3-norm-output": ("eagle3", {"norm_output": True}),
-    "eagle3-fc-norm": ("eagle3", {"fc_norm": True}),
-    "eagle3-norm-before-fc": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
-    "eagle3-small": ("eagle3", {"hidden_size": 32, "intermediate_size": 40}),
-    "eagle3-target-head": ("eagle3", {"own_head": False}),
-}
+from tests.models.eagle_oracle import CASES, Oracle, one_sequence, tiny_head, tiny_target
 
 
 def make(kind: str, changes: dict[str, Any], **more: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.batch import PAGE, ForwardBatch
 from engine.models.eagle import EagleNetwork
+from tests.models.eagle_oracle import CASES as HEADS
 from tests.models.eagle_oracle import Oracle, ints, one_sequence, tiny_target
 from tests.tlt_train.heads import (
     HIDDEN,
@@ -25,25 +26,7 @@ from tlt_train.drafter import DrafterNetwork, UnrollStep
 from tlt_train.packing import PackedBatch
 
 DEPTH = 5
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle": ("eagle", {}),
-    "eagle-biases": ("eagle", {"fc_bias": True, "qkv_bias": True, "o_bias": True}),
-    "eagle-mha": ("eagle", {"num_kv_heads": 4}),
-    "eagle-own-head": ("eagle", {"own_head": True}),
-    "eagle3": ("eagle3", {}),
-    "eagle3-mqa": ("eagle3", {"num_kv_heads": 1, "head_dim": 24}),
-    "eagle3-biases": (
-        "eagle3",
-        {"fc_bias": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
-    ),
-    "eagle3-head-norms": ("eagle3", {"qk_norm": True}),
-    "eagle3-norm-before-residual": ("eagle3", {"norm_before_residual": True}),
-    "eagle3-norm-output": ("eagle3", {"norm_output": True}),
-    "eagle3-fc-norm": ("eagle3", {"fc_norm": True}),
-    "eagle3-norm-before-fc": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
-    "eagle3-small": ("eagle3", {"hidden_size": 32, "intermediate_size": 40}),
-    "eagle3-target-head": ("eagle3", {"own_head": False}),
-}
+CASES = HEADS | {"eagle-own-head": ("eagle", {"own_head": True})}
 
 
 def feature_rows(network: DrafterNetwork, batch: PackedBatch) -> Tensor:
